@@ -15,8 +15,8 @@ import triton.language as tl
 
 @triton.jit
 def philox(seed, counter):
-    # Philox4x32-10 (Salmon et al., SC'11) of the counter (low, high, 0, 0): four random words. tl.philox asks for both halves
-    # of each product apart and ptxas does not join them again: one wide multiplication saves a third of the issue slots.
+    # Philox4x32-10 (Salmon et al., SC'11) of the counter (low, high, 0, 0): four random words. tl.philox computes the halves
+    # of each product separately and ptxas does not join them: one wide multiplication saves a third of the issue slots.
     a = counter.to(tl.uint32)
     c = tl.zeros_like(a)
     b = c if counter.dtype.primitive_bitwidth == 32 else (counter >> 32).to(tl.uint32)

@@ -35,7 +35,7 @@ static inline uint16_t fa_to_bf16(float x) {
 }
 
 // Whether dropout keeps an element: its word of Philox4x32-10 (Salmon et al., SC'11) is not below the threshold. Four neighbours
-// share a counter, and each makes the call anew: so the loop around it is one that vectorises.
+// share a counter, and each makes the call again: so the loop around it vectorises.
 static inline bool fa_is_kept(int64_t seed, int64_t element, uint32_t threshold) {
   const uint64_t counter = static_cast<uint64_t>(element) >> 2;
   uint32_t a = static_cast<uint32_t>(counter), b = static_cast<uint32_t>(counter >> 32), c = 0, d = 0;

@@ -32,7 +32,7 @@ typedef int index_t;
 
 // ---- helpers ----
 
-// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
+// Good to 22 bits; below 2^-126 it is 0, a difference that no 16-bit result shows unless it is made of such numbers alone.
 __device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_tile(const TensorMap* to, unsigned from, i
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, { %2, %3}], [%1];"
                  :: "l"(to), "r"(from), "r"(col), "r"(row) : "memory");
 }
-// What wgmma is told of a tile: where it begins, that 8 of its rows lie in 1024 bytes, and that those are swizzled.
+// A tile's descriptor for wgmma: where it begins, that 8 of its rows lie in 1024 bytes, and that those are swizzled.
 __device__ __forceinline__ unsigned long long tile_at(unsigned address) {
     return (unsigned long long)((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -162,7 +162,7 @@ fa_gate_up_4f774d(
     }
     cluster_sync();
 
-    // A cluster's blocks take neighbouring rows of x and share the weight's. Clusters beside each other take the same rows of the
+    // A cluster's blocks take neighbouring rows of x and share the weight's. Neighbouring clusters take the same rows of the
     // weight too, so that it is read from memory once.
     constexpr int DOWN = (M + TOKENS * CLUSTER - 1) / (TOKENS * CLUSTER), TILES = DOWN * ((N + ROWS - 1) / ROWS);
     constexpr int STEPS = (K + DEPTH - 1) / DEPTH;

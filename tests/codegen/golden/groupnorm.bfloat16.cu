@@ -138,8 +138,8 @@ struct Moments {
 template <typename T>
 __device__ __forceinline__ Moments<T> merged(const Moments<T>& a, const Moments<T>& b) {
     if (b.count == 0) return a;
-    const T share = b.count / (a.count + b.count), apart = b.mean - a.mean;
-    return {a.count + b.count, a.sum + b.sum, a.mean + apart * share, a.squares + b.squares + a.count * share * apart * apart};
+    const T share = b.count / (a.count + b.count), deviation = b.mean - a.mean;
+    return {a.count + b.count, a.sum + b.sum, a.mean + deviation * share, a.squares + b.squares + a.count * share * deviation * deviation};
 }
 
 // ---- kernel ----
@@ -214,8 +214,8 @@ fa_groupnorm_8175d0(
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
                 const float x = to_float32(x_packs[p], lane);
-                const float x_apart = x - x_step.mean;
-                x_step.squares += x_apart * x_apart;
+                const float x_deviation = x - x_step.mean;
+                x_step.squares += x_deviation * x_deviation;
             }
         }
         x_seen = merged(x_seen, x_step);

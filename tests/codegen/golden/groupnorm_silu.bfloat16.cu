@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
-// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
+// Good to 22 bits; below 2^-126 it is 0, a difference that no 16-bit result shows unless it is made of such numbers alone.
 __device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -153,8 +153,8 @@ struct Moments {
 template <typename T>
 __device__ __forceinline__ Moments<T> merged(const Moments<T>& a, const Moments<T>& b) {
     if (b.count == 0) return a;
-    const T share = b.count / (a.count + b.count), apart = b.mean - a.mean;
-    return {a.count + b.count, a.sum + b.sum, a.mean + apart * share, a.squares + b.squares + a.count * share * apart * apart};
+    const T share = b.count / (a.count + b.count), deviation = b.mean - a.mean;
+    return {a.count + b.count, a.sum + b.sum, a.mean + deviation * share, a.squares + b.squares + a.count * share * deviation * deviation};
 }
 
 // ---- kernel ----
@@ -229,8 +229,8 @@ fa_groupnorm_silu_e4e124(
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
                 const float x = to_float32(x_packs[p], lane);
-                const float x_apart = x - x_step.mean;
-                x_step.squares += x_apart * x_apart;
+                const float x_deviation = x - x_step.mean;
+                x_step.squares += x_deviation * x_deviation;
             }
         }
         x_seen = merged(x_seen, x_step);

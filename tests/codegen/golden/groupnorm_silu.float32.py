@@ -31,11 +31,11 @@ def add_moments(total, squares, x, mask, count, FULL: tl.constexpr):
     inside = 8.0 if FULL else tl.sum(is_in.to(total.dtype), axis=2)
     added = tl.sum(parts if FULL else tl.where(is_in, parts, 0.0), axis=2)
     mean = added * 0.125 if FULL else added / tl.maximum(inside, 1.0)
-    apart = parts - mean[:, :, None]
-    apart = apart if FULL else tl.where(is_in, apart, 0.0)
+    deviation = parts - mean[:, :, None]
+    deviation = deviation if FULL else tl.where(is_in, deviation, 0.0)
     between = added * before - total * inside
     weight = 1.0 / (tl.maximum(before, 1.0) * tl.maximum(inside, 1.0) * tl.maximum(before + inside, 1.0))
-    return total + added, squares + tl.sum(apart * apart, axis=2) + weight * between * between
+    return total + added, squares + tl.sum(deviation * deviation, axis=2) + weight * between * between
 
 
 @triton.jit
@@ -49,8 +49,8 @@ def squares_about(mean, total, squares, cols, BLOCK_COLS: tl.constexpr):
     # Of each lane, about the row's mean: its squares about its own plus its count times the squared distance of the two means.
     rest = cols % BLOCK_COLS - 8 * tl.arange(0, BLOCK_COLS // 8)[None, :]
     count = tl.cast(cols // BLOCK_COLS * 8 + tl.minimum(tl.maximum(rest, 0), 8), total.dtype)
-    apart = total / tl.maximum(count, 1.0) - mean
-    return squares + count * apart * apart
+    deviation = total / tl.maximum(count, 1.0) - mean
+    return squares + count * deviation * deviation
 
 # ---- kernel ----
 

@@ -40,7 +40,7 @@ def fa_qk_norm_rope_d395f9(
     rsqrt_total = tl.rsqrt(eps + tl.div_rn(total_sum, product))
     product_2 = weight * (x * rsqrt_total)
     product_3 = weight_shifted * (x_shifted * rsqrt_total)
-    out = product_2 * cos + -product_3 * sin
+    out = product_2 * cos + product_3 * -1.0 * sin
     out_2 = product_3 * cos_shifted + product_2 * sin_shifted
 
     tl.store(out_row + col, out, mask=mask)

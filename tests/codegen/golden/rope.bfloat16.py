@@ -46,7 +46,7 @@ def fa_rope_b0f7e1(
     cos_shifted = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0))
     sin = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0))
     sin_shifted = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0))
-    out = x * cos + -x_shifted * sin
+    out = x * cos + x_shifted * -1.0 * sin
     out_2 = x_shifted * cos_shifted + x * sin_shifted
 
     tl.store(out_row + col, out, mask=mask)

@@ -35,7 +35,7 @@ def fa_rope_010711(
     cos_shifted = tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0)
     sin = tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0)
     sin_shifted = tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0)
-    out = x * cos + -x_shifted * sin
+    out = x * cos + x_shifted * -1.0 * sin
     out_2 = x_shifted * cos_shifted + x * sin_shifted
 
     tl.store(out_row + col, out, mask=mask)

@@ -46,7 +46,7 @@ def fa_rope_interleaved_53ab62(
     cos_even, cos_odd = tl.split(to_float32(cos_run.reshape(1, BLOCK_COLS, 2)))
     sin_run = tl.load(sin_ptr + i0 * sin_stride0 + item, mask=item_col_mask, other=0.0)
     sin_even, sin_odd = tl.split(to_float32(sin_run.reshape(1, BLOCK_COLS, 2)))
-    out = x_even * cos_even + -x_odd * sin_even
+    out = x_even * cos_even + x_odd * -1.0 * sin_even
     out_2 = x_odd * cos_odd + x_even * sin_odd
 
     tl.store(out_row + item, tl.join(out, out_2).reshape(BLOCK_ROWS, 2 * BLOCK_COLS), mask=item_mask)

@@ -35,7 +35,7 @@ def fa_rope_interleaved_72c96e(
     cos_even, cos_odd = tl.split(cos_run.reshape(1, BLOCK_COLS, 2))
     sin_run = tl.load(sin_ptr + i0 * sin_stride0 + item, mask=item_col_mask, other=0.0)
     sin_even, sin_odd = tl.split(sin_run.reshape(1, BLOCK_COLS, 2))
-    out = x_even * cos_even + -x_odd * sin_even
+    out = x_even * cos_even + x_odd * -1.0 * sin_even
     out_2 = x_odd * cos_odd + x_even * sin_odd
 
     tl.store(out_row + item, tl.join(out, out_2).reshape(BLOCK_ROWS, 2 * BLOCK_COLS), mask=item_mask)

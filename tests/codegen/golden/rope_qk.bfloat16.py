@@ -48,7 +48,7 @@ def part1(
     cos_shifted = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0))
     sin = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0))
     sin_shifted = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0))
-    q_out = q * cos + -q_shifted * sin
+    q_out = q * cos + q_shifted * -1.0 * sin
     q_out_2 = q_shifted * cos_shifted + q * sin_shifted
 
     tl.store(q_out_row + col, q_out, mask=mask)

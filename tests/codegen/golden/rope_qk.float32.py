@@ -37,7 +37,7 @@ def part1(
     cos_shifted = tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0)
     sin = tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0)
     sin_shifted = tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0)
-    q_out = q * cos + -q_shifted * sin
+    q_out = q * cos + q_shifted * -1.0 * sin
     q_out_2 = q_shifted * cos_shifted + q * sin_shifted
 
     tl.store(q_out_row + col, q_out, mask=mask)

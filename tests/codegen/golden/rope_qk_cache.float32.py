@@ -46,7 +46,7 @@ def part1(
     cos_shifted = tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0)
     sin = tl.load(sin_ptr + col, mask=col_mask, other=0.0)
     sin_shifted = tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0)
-    q_out = q * cos + -q_shifted * sin
+    q_out = q * cos + q_shifted * -1.0 * sin
     q_out_2 = q_shifted * cos_shifted + q * sin_shifted
 
     tl.store(q_out_ptr + row * q_out_stride0 + col, q_out, mask=mask)
@@ -81,7 +81,7 @@ def part2(
     v = tl.load(v_ptr + row * v_stride0 + col, mask=mask, other=0.0)
     v_shifted = tl.load(v_ptr + row * v_stride0 + col + v_offset, mask=mask, other=0.0)
     fits_k_cache = checked(position, k_cache_extent, True)
-    k_cache = k * cos + -k_shifted * sin
+    k_cache = k * cos + k_shifted * -1.0 * sin
     k_cache_2 = k_shifted * cos_shifted + k * sin_shifted
 
     store_mask = tl.where(fits_k_cache, mask, False)
