@@ -394,8 +394,9 @@ def test_layernorm(dims, dtype, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("dims", DIMS)
 def test_softmax(dims, dtype, tmp_path):
-    # x - max, up to 32 in size, is rounded before exp sees it: 16 ulp of the result
-    check(softmax(Maker(*dims), dtype), [numbers(math.prod(dims), DTYPES[dtype])], tmp_path, ulps=20)
+    # x - max, up to 32 in size, is rounded before exp sees it: 16 ulp of the result. A lane of AVX2 adds 625 of 5,000 numbers one
+    # after the other: 24 to 28 ulp there, under 20 with AVX-512's lanes.
+    check(softmax(Maker(*dims), dtype), [numbers(math.prod(dims), DTYPES[dtype])], tmp_path, ulps=20 + dims[-1] / 500)
 
 
 def test_softmax_with_nan_and_infinities(tmp_path):
