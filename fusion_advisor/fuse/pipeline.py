@@ -198,6 +198,19 @@ def _on_top(
         return try_on_top(kept, trial)
 
 
+def measurement_of(options: ProfileOptions) -> Measurement:
+    """Return how the unchanged step is timed and traced."""
+    return Measurement(
+        warmup=options.warmup,
+        runs=options.runs,
+        budget_s=options.budgets.wall_s,
+        least_s=options.min_time_s,
+        traced_steps=options.steps,
+        with_nvtx=options.nvtx,
+        trace_to=options.run_dir / "trace.before.json.gz" if options.run_dir else None,
+    )
+
+
 def _profile(
     loaded: LoadedWorkload,
     options: ProfileOptions,
@@ -213,7 +226,6 @@ def _profile(
         bandwidth = options.bandwidth or measure_bandwidth(device)
         progress.note(f"copy {bandwidth.copy_bytes_per_s / 1e9:.0f} GB/s, smallest kernel {bandwidth.launch_ns / 1e3:.2f} µs")
     with clock.phase("profile"):
-        trace_to = options.run_dir / "trace.before.json.gz" if options.run_dir else None
         capture, live = profile_model(
             loaded.model,
             loaded.args,
@@ -221,15 +233,7 @@ def _profile(
             workload=loaded.record,
             environment=environment,
             bandwidth=bandwidth,
-            how=Measurement(
-                warmup=options.warmup,
-                runs=options.runs,
-                budget_s=options.budgets.wall_s,
-                least_s=options.min_time_s,
-                traced_steps=options.steps,
-                with_nvtx=options.nvtx,
-                trace_to=trace_to,
-            ),
+            how=measurement_of(options),
             note=progress.note,
             timer=timer,
         )

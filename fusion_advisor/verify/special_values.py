@@ -63,7 +63,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """One result of a kernel, with what it is compared with.
+    """A kernel's result and the results that it is compared with.
 
     Attributes:
         fused: of the kernel.

@@ -8,10 +8,10 @@ import torch
 
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
-from fusion_advisor.capture.unchanged_step import Measurement, UnchangedStep
+from fusion_advisor.capture.unchanged_step import UnchangedStep
 from fusion_advisor.errors import AdvisorError, NotTrainable
 from fusion_advisor.fuse.decide import step_profile
-from fusion_advisor.fuse.pipeline import on_device
+from fusion_advisor.fuse.pipeline import measurement_of, on_device
 from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite import device_memory
@@ -23,8 +23,8 @@ from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.weights import seeded
 
 _NOTES = (
-    "A step is the forward pass in train() mode, the loss and the backward pass; gradients are made anew in each, the "
-    "optimizer is left out.",
+    "A step is the forward pass in train() mode, the loss and the backward pass, without the optimizer. Each step makes new "
+    "gradients.",
     "Shares come from a traced run, every wall time from runs without a profiler.",
     "A kernel of the backward pass is joined to its module by the number that autograd gave the forward op.",
 )
@@ -89,15 +89,7 @@ def _measure(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress
     call = TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
     _first(call, loaded)
     step = UnchangedStep(title="training step", call=call, model=loaded.model, on_cuda=on_cuda)
-    how = Measurement(
-        warmup=options.warmup,
-        runs=options.runs,
-        budget_s=options.budgets.wall_s,
-        least_s=options.min_time_s,
-        traced_steps=options.steps,
-        with_nvtx=options.nvtx,
-        trace_to=options.run_dir / "trace.before.json.gz" if options.run_dir else None,
-    )
+    how = measurement_of(options)
     timed = step.time(how, WallTimer())
     progress.note(f"training step {timed.timing.median_ns / 1e6:.2f} ms over {timed.runs} runs, loss: {call.loss}")
     timed.refuse_profiler()

@@ -104,8 +104,8 @@ def test_a_tuning_may_walk_a_row_that_registers_would_hold():
 def test_constants_are_launched_in_the_order_of_the_signature():
     """Launchers pass them by position; the interpreter, by name, would not notice."""
     norm = p.renamed(CASES["looped_group_norm_one"], x="y", x2="scales", out="y_out")
-    beside = p.siblings(p.dropout_add_rmsnorm(4, 18432), norm)
-    for name, program in {**CASES, "dropout beside parts": beside}.items():
+    siblings = p.siblings(p.dropout_add_rmsnorm(4, 18432), norm)
+    for name, program in {**CASES, "dropout beside parts": siblings}.items():
         rendered = render(program)
         calls = calls_of(program, flatten_rows=False)
         is_looped = "for start in " in rendered.source

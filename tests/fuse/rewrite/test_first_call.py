@@ -82,7 +82,7 @@ def test_a_right_kernel_runs_in_a_child_once_for_each_size_and_changes_nothing(t
     kernel, before = built(tmp_path, x), x.clone()
 
     def ran():
-        """What each child left behind, and when: a second child would write it anew."""
+        """What each child left behind, and when: a second child would write it again."""
         return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.ran")}
 
     call(kernel, x)

@@ -78,7 +78,7 @@ def planted(status=Status.KEPT, **more):
 
 
 class Plain(torch.nn.Module):
-    """A ReLU and a GELU behind linears that no kernel computes."""
+    """A ReLU and a GELU after linears; no kernel computes them."""
 
     def __init__(self):
         super().__init__()
