@@ -83,7 +83,7 @@ group by name order by hours desc, name limit {most}
 """
 _CLASSES = """
 select class.category as category, sum(class.device_ns * per_ns) as hours
-from (select per_ns, unnest(classes) as class from traces) group by category
+from (select per_ns, unnest(classes) as class from traces) group by category order by hours desc, category
 """
 _DAY = "strftime(make_timestamp(taken_at_ns // 1000), '%Y-%m-%d')"
 
