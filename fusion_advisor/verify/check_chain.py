@@ -8,7 +8,7 @@ results; integers, and where NaN and infinities may stand, are judged as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from fusion_advisor.records import ULP_ENDS, Numerics, TensorMeta, Tolerance
 from fusion_advisor.verify import special_inputs, special_values
 from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
+from fusion_advisor.verify.row_tables import random_table
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
 SCALES = (1.0, 1.0, 32.0, 1e-3)
@@ -41,7 +42,8 @@ def check_chain(
         fast_math: allow what --fast-math costs; the error is shown either way.
         tolerance: the user's limit instead.
     """
-    trials = [list(roots), *(random_like(roots, seed + number, scale) for number, scale in enumerate(SCALES))]
+    read = chain.rows_read(roots)
+    trials = [list(roots), *(random_like(roots, seed + number, scale, read) for number, scale in enumerate(SCALES))]
     findings = special_values.Findings()
     reach = chain.reach(trials[1]) if chain.in_place else [None] * len(chain.outputs)
     special_values.check_behaviour(chain, fused, trials[1], reach, findings)  # ahead of all: inputs that were spoilt stay so
@@ -141,7 +143,7 @@ def _compare_all(
     for title, given in sets:
         reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
         oracle, eager = chain.run(chain.copy_written(given), as_float64=True), chain.run(chain.copy_written(given))
-        nearby = chain.run(special_inputs.perturbed(chain.copy_written(given), seed), as_float64=True)
+        nearby = chain.run(chain.copy_written(given), as_float64=True, widen=special_inputs.perturbing(seed))
         answers = _answers(fused, chain.copy_written(given, reach))
         for answer, expected, exact, other, mask in zip(answers, eager, oracle, nearby, reach, strict=True):
             results = special_values.Results(fused=answer, eager=expected, oracle=exact, nearby=other).at(mask)
@@ -317,14 +319,28 @@ def _badness(ours: Error, theirs: Error, unit: float) -> float:
     return ours.rel_l2 / max(theirs.rel_l2, unit / 4, 1e-30) + 1e9 * max(0, ours.nonfinite - theirs.nonfinite)
 
 
-def random_like(roots: Sequence[torch.Tensor], seed: int, scale: float) -> list[torch.Tensor]:
-    """Fresh inputs with the same layouts: floats are normal, ids, masks and positions stay as the model had them."""
+def random_like(
+    roots: Sequence[torch.Tensor], seed: int, scale: float, read: Mapping[int, torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Fresh inputs with the same layouts: floats are normal, ids, masks and positions stay as the model had them.
+
+    Args:
+        roots: a site's own tensors.
+        seed: of the numbers.
+        scale: their standard deviation.
+        read: the rows that are read of roots that are tables; the others are NaN.
+    """
     fresh = []
     for number, root in enumerate(roots):
         if not root.is_floating_point():
             fresh.append(root)
             continue
         generator = torch.Generator(device=root.device).manual_seed(seed * 1009 + number)
+        rows = (read or {}).get(number)
+        table = None if rows is None else random_table(root, rows, generator, scale)
+        if table is not None:
+            fresh.append(table)
+            continue
         values = torch.randn(extent(root), generator=generator, device=root.device, dtype=torch.float32) * scale
         fresh.append(values.to(root.dtype).as_strided(root.shape, root.stride()))
     return fresh

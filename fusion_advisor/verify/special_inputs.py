@@ -6,6 +6,7 @@ on the device that reads them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 
@@ -103,16 +104,22 @@ def special_rows(
     return found
 
 
-def perturbed(roots: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Return fp64 copies of the inputs, each number off by up to four roundings of fp32, in which kernels compute."""
-    found = []
-    for number, root in enumerate(roots):
-        if not root.is_floating_point():
-            found.append(root)
-            continue
-        memory = root.as_strided((extent(root),), (1,)).to(torch.float64, copy=True)
-        found.append(memory.mul_(_near_one(len(memory), seed + number, root.device)).as_strided(root.shape, root.stride()))
-    return found
+def perturbing(seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes fp64 copies of tensors, each number off by up to four roundings of fp32, in which kernels compute.
+
+    Args:
+        seed: of the first tensor; each further one has a seed of its own.
+    """
+    seeds = itertools.count(seed)
+
+    def perturbed(tensor: torch.Tensor) -> torch.Tensor:
+        number = next(seeds)
+        if not tensor.is_floating_point():
+            return tensor
+        memory = tensor.as_strided((extent(tensor),), (1,)).to(torch.float64, copy=True)
+        return memory.mul_(_near_one(len(memory), number, tensor.device)).as_strided(tensor.shape, tensor.stride())
+
+    return perturbed
 
 
 def _near_one(count: int, seed: int, device: torch.device) -> torch.Tensor:

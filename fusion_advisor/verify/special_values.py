@@ -69,7 +69,7 @@ class Results:
         fused: of the kernel.
         eager: of the original ops.
         oracle: of the original ops in fp64.
-        nearby: the oracle of :func:`perturbed` inputs. A layer norm of a constant row divides rounding errors by the square root
+        nearby: the oracle of :func:`perturbing` inputs. A layer norm of a constant row divides rounding errors by the square root
             of eps: two right kernels differ there by as much as two such oracles.
     """
 

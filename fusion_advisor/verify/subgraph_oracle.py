@@ -5,7 +5,7 @@ The ops are the captured nodes themselves, run in order; nothing here goes throu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.lowering.builder.lowered import written_by
 from fusion_advisor.records import OpClass, OpNode, TensorMeta
+from fusion_advisor.verify.row_tables import distinct_rows, ids_of, row_tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +73,47 @@ class OriginalChain:
         both = enumerate(zip(zeros, ones, strict=True))
         return [(zero == one) | (zero.isnan() & one.isnan()) if n in self.in_place else None for n, (zero, one) in both]
 
-    def run(self, roots: Sequence[torch.Tensor], *, as_float64: bool = False) -> list[torch.Tensor]:
+    def rows_read(self, roots: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the rows that the ops read of each root that is a table (:mod:`fusion_advisor.verify.row_tables`), each once.
+
+        Args:
+            roots: a site's own tensors.
+        """
+        ids = ids_of(row_tables(self.nodes, self.outer, self.written))
+        if not ids:
+            return {}
+        values = self._values(self.copy_written(roots))
+        return {number: distinct_rows([values[node] for node in nodes], len(roots[number])) for number, nodes in ids.items()}
+
+    def run(
+        self,
+        roots: Sequence[torch.Tensor],
+        *,
+        as_float64: bool = False,
+        widen: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
         """Run the original ops; those that write in place write into the roots.
 
         Args:
             roots: one tensor per input operand of the fused kernel.
             as_float64: the oracle: floats in and between ops are fp64, casts between float types do nothing.
+            widen: makes fp64 of a root, or of the rows that are read of a table; None: as they are.
 
         Returns:
             One tensor per output operand.
         """
+        values = self._values(roots, (widen or to_float64) if as_float64 else None)
+        return [values[node] for node in self.outputs]
+
+    def _values(
+        self, roots: Sequence[torch.Tensor], widen: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> dict[Node, Any]:
+        """Run the original ops, in fp64 where ``widen`` is given; returns the value of each node."""
+        as_float64 = widen is not None
+        tables = row_tables(self.nodes, self.outer, self.written) if widen else {}
+        look_ups = {node for readers in tables.values() for node in readers}
         values: dict[Node, Any] = {}
-        widened = [to_float64(root) for root in roots] if as_float64 else list(roots)
+        widened = [widen(root) if widen and number not in tables else root for number, root in enumerate(roots)]
         for node, number, meta, root_meta in self.outer:
             root = widened[number]
             offset = meta.offset - root_meta.offset + root.storage_offset()
@@ -99,12 +129,14 @@ class OriginalChain:
                     arguments, keywords = _wider(arguments), _wider(keywords)
                 assert callable(node.target)
                 result = node.target(*arguments, **keywords)
-                if as_float64 and _is_narrow_float(result):
+                if widen and node in look_ups:  # rows are copied: no matter whether they are widened before or after
+                    result = widen(result)
+                elif as_float64 and _is_narrow_float(result):
                     # Integers and Python numbers give torch's default dtype. Integers in fp64 give fp64.
                     wide = pytree.tree_map_only(torch.Tensor, _float64_of_integers, (arguments, keywords))
                     result = pytree.tree_map_only(torch.Tensor, to_float64, node.target(*wide[0], **wide[1]))
                 values[node] = result
-        return [values[node] for node in self.outputs]
+        return values
 
 
 def original_chain(

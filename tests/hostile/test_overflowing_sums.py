@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend
-from fusion_advisor.verify.special_inputs import perturbed
+from fusion_advisor.verify.special_inputs import perturbing
 from tests.kernel_cases.cpp_at_once import build_all
 from tests.kernel_cases.lowered import lower_function
 
@@ -86,7 +86,7 @@ def near_the_largest(tmp_path_factory):
 @pytest.mark.parametrize("name", ROW_FUNCTIONS)
 def test_where_eager_is_right_near_the_largest_number_ours_is(near_the_largest, name, dtype):
     x, function = rows(dtype), ROW_FUNCTIONS[name]
-    exact, moved = function(x.double()), function(perturbed([x], 1)[0])
+    exact, moved = function(x.double()), function(perturbing(1)(x))
     truth = exact.to(dtype).double()
     sides = [side.double().reshape(16, -1) for side in (near_the_largest[name, dtype], function(x), truth, exact, moved)]
     ours, theirs, truth, exact, moved = sides

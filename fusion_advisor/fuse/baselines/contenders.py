@@ -38,8 +38,8 @@ from fusion_advisor.workload.load import LoadedWorkload
 
 _log = logging.getLogger(__name__)
 
-_WARM = 3
-"""Calls before one is measured: a recorded step warms up, is recorded, is replayed."""
+_WARM = {True: 3, False: 1}
+"""Calls before one is measured, by whether it runs on a GPU: there a recorded step warms up, is recorded, is replayed."""
 
 _LEAST_LIMIT_S, _TIMES_ANOTHER = 90.0, 4.0
 """Of a contender that is given up: it compiles less than the others do, by a way that nobody else takes."""
@@ -317,7 +317,7 @@ def _made_ready(contender: Contender, how: _How) -> _Ready:
         call()
         wait()
         taken_s = time.perf_counter() - started
-        for _ in range(_WARM):
+        for _ in range(_WARM[on_cuda]):
             rewind()
             call()
     held = device_memory.held_bytes(on_cuda=on_cuda) - before + contender.held_bytes

@@ -30,7 +30,7 @@ class Budgets:
     Attributes:
         wall_s: On each wall-time comparison.
         decide_s: On rounds of the step with each set of rewrites; steps of up to some milliseconds have their 200 rounds sooner.
-            None: 20 on a GPU, 12 on a CPU.
+            None: 20 on a GPU, 9 on a CPU.
     """
 
     wall_s: float = 3.0
@@ -45,7 +45,7 @@ class Budgets:
         return _DECIDE_S[device_kind] if self.decide_s is None else self.decide_s
 
 
-_DECIDE_S = {"cuda": 20.0, "cpu": 12.0}
+_DECIDE_S = {"cuda": 20.0, "cpu": 9.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

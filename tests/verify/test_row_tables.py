@@ -1,0 +1,74 @@
+"""Tables of which few rows are read: the oracle is the same, what is drawn is small, and a wrong row is found out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fusion_advisor.verify.check_chain import check_chain, random_like
+from fusion_advisor.verify.row_tables import row_tables
+from fusion_advisor.verify.special_inputs import perturbing
+from fusion_advisor.verify.subgraph_oracle import OriginalChain
+from tests.verify.test_check_chain import chain_of
+
+IDS = torch.tensor([[3, 0, 3], [90, 7, 0]])
+TABLE = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
+LOOK_UPS = {
+    "embedding": lambda ids, table: functional.embedding(ids, table) * 3.0 + 1.0,
+    "index": lambda ids, table: table[ids] * 3.0 + 1.0,
+    "index_select": lambda ids, table: table.index_select(0, ids.flatten()) * 3.0 + 1.0,
+}
+OTHERS = {
+    "read whole": lambda ids, table: functional.embedding(ids, table) + table[:2, None].sum(),
+    "columns": lambda ids, table: table.index_select(1, ids.flatten() % 8) * 3.0,
+    "a view": lambda ids, table: functional.embedding(ids, table[1:]) * 3.0,
+}
+
+
+def tables(chain: OriginalChain) -> set[int]:
+    return set(row_tables(chain.nodes, chain.outer, chain.written))
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_a_table_is_found_and_its_oracle_is_that_of_the_whole_table(name):
+    chain = chain_of(LOOK_UPS[name], IDS, TABLE)
+    assert tables(chain) == {1}
+    assert chain.rows_read([IDS, TABLE])[1].tolist() == [0, 3, 7, 90]
+    (exact,) = chain.run([IDS, TABLE], as_float64=True)
+    assert exact.dtype == torch.float64 and torch.equal(exact, LOOK_UPS[name](IDS, TABLE.double()))
+    (nearby,) = chain.run([IDS, TABLE], as_float64=True, widen=perturbing(1))
+    assert 0 < float((nearby - exact).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_read_in_another_way_too_is_no_table(name):
+    chain = chain_of(OTHERS[name], IDS, TABLE)
+    assert not tables(chain) and not chain.rows_read([IDS, TABLE])
+    (exact,) = chain.run([IDS, TABLE], as_float64=True)
+    torch.testing.assert_close(exact, OTHERS[name](IDS, TABLE.double()))
+
+
+def test_ids_below_zero_count_from_the_end():
+    chain = chain_of(LOOK_UPS["index"], IDS - 100, TABLE)
+    assert chain.rows_read([IDS - 100, TABLE])[1].tolist() == [0, 3, 7, 90]
+
+
+def test_a_random_table_has_numbers_where_it_is_read_and_nan_elsewhere():
+    chain = chain_of(LOOK_UPS["embedding"], IDS, TABLE)
+    ids, table = random_like([IDS, TABLE], 0, 32.0, chain.rows_read([IDS, TABLE]))
+    assert ids is IDS and table.shape == TABLE.shape and table.dtype == TABLE.dtype
+    assert table[[0, 3, 7, 90]].isfinite().all() and 10 < float(table[[0, 3, 7, 90]].std()) < 60
+    assert int(table.isnan().all(dim=1).sum()) == 96
+
+
+def test_a_table_of_which_most_rows_are_read_is_drawn_whole():
+    (_, table) = random_like([IDS, TABLE], 0, 1.0, {1: torch.arange(60)})
+    assert table.isfinite().all()
+
+
+@pytest.mark.parametrize(("shift", "is_right"), [(0, True), (1, False)])
+def test_a_kernel_that_reads_the_next_row_is_refused(shift, is_right):
+    chain = chain_of(LOOK_UPS["embedding"], IDS, TABLE)
+    found = check_chain(chain, lambda ids, table: LOOK_UPS["embedding"](ids + shift, table), [IDS, TABLE], seed=0)
+    assert found.is_passed is is_right
