@@ -11,8 +11,9 @@ from fusion_advisor import units
 from fusion_advisor.fuse.after_side import measure_after, measure_others, profile_of, without_doubles
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed
+from fusion_advisor.fuse.decide.keep_rule import Decision, confirmed
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, replaced_sites, step_of
+from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.installed import LAST_STAGE, Installed, Job, KeptStep, LastStage, Measured
 from fusion_advisor.fuse.live import bisect
 from fusion_advisor.fuse.live.cuda_graph_choice import why_no_graph

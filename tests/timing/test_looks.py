@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fusion_advisor.fuse.decide.keep_rule import _is_clear
+from fusion_advisor.fuse.decide.step_runner import _is_clear
 from fusion_advisor.records import Status
 from fusion_advisor.timing import looks
 from tests.fuse.decide.test_keep_rule import STEP_NS, clock, decided  # noqa: F401

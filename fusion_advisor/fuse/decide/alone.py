@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fusion_advisor import units
-from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.fuse.decide.verdict import Verdict, verdict_of
 from fusion_advisor.records import Chain, Fusion, Status, Timing
 from fusion_advisor.timing.interleaving import Difference, difference
+from fusion_advisor.timing.looks import Change
 
 
 def savings_alone(fusions: Iterable[Fusion], runs: Mapping[str, int], confidence: float) -> dict[str, Difference]:
@@ -112,3 +113,40 @@ def judged_alone(verdict: Verdict, alone: Difference | None, *, step_ns: float, 
     return replace(
         verdict, status=Status.KEPT, reason=reason, delta_ns=alone.median_ns, interval_ns=(alone.low_ns, alone.high_ns)
     )
+
+
+def judged(
+    names: Iterable[str], changes: Iterable[Change], alone: Mapping[str, Difference], min_gain: float
+) -> dict[str, Verdict]:
+    """Return the verdict on each rewrite, by the step or, where that leaves it open, by its chain's own times.
+
+    Args:
+        names: of the rewrites, in the order that they are stacked.
+        changes: of the step, by each.
+        alone: what rewrites change by their chains' own times, in a step.
+        min_gain: share of the step that a rewrite must save.
+    """
+    found = {}
+    for name, one in zip(names, changes, strict=True):
+        by_step = verdict_of(name, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain)
+        found[name] = judged_alone(by_step, alone.get(name), step_ns=one.step_ns, min_gain=min_gain)
+    return found
+
+
+def is_longer_in_vain(
+    verdicts: Iterable[Verdict], alone: Mapping[str, Difference], *, noise_ns: float, times_longer: float
+) -> bool:
+    """Say whether timing the step for longer would confirm none of the rewrites that are not kept by now.
+
+    The noise of a median falls with the root of the rounds. So a rewrite that saves less by itself, twice over, than the noise
+    that would be left is not worth the rounds.
+
+    Args:
+        verdicts: by the rounds so far.
+        alone: what rewrites change by themselves, in all their runs of a step.
+        noise_ns: how far the step differs from itself by now.
+        times_longer: how many times as long it would be timed.
+    """
+    left_ns = noise_ns / math.sqrt(times_longer)
+    open_ids = [verdict.id for verdict in verdicts if verdict.status is not Status.KEPT]
+    return all(name in alone and -_IN_STEP * alone[name].low_ns < left_ns for name in open_ids)

@@ -18,8 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import is_in_autocast, storages, tensors_of, written_storages
 from fusion_advisor.capture.graph.split_bias import LAUNCHES_OF
-from fusion_advisor.fuse.decide.keep_rule import StepRunner
 from fusion_advisor.fuse.decide.session import Step
+from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.timing.wall_timer import median_interval

@@ -16,24 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from fusion_advisor.codegen.cuda.graph_memsets import Memsets
-from fusion_advisor.fuse.decide.alone import judged_alone, negligible
-from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
+from fusion_advisor.fuse.decide.alone import is_longer_in_vain, judged, negligible
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
 from fusion_advisor.fuse.decide.verdict import Verdict, is_small_gain, is_unclear, once_more, span_of, untimed, verdict_of
 from fusion_advisor.records import Status, Timing
-from fusion_advisor.runtime.torch_internals import cuda_state
-from fusion_advisor.timing import interleaving, looks
-from fusion_advisor.timing.clock_sampler import is_held_down
+from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.wall_timer import as_timing, median_interval
 
 PATIENCE = 2.0
 """How many times longer than planned a step is timed that differs from itself by more than the least gain, or on a CPU by more
-than :data:`_CPU_NOISE`."""
-_CPU_NOISE = 0.05
-"""Of the step. On a busy machine ten rounds differed by 6 to 9 %, twenty by 3 to 6 % (``docs/measurements/cpu_clock.md``)."""
+than 5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +41,6 @@ class Decision:
     method: str
     untouched_ns: int = 0
     """The step without any rewrite, in the run that timed each of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One rewrite in the order of trying: a graph pass or a fusion."""
-
-    id: str
-    graph_pass: str = ""
-    fusion: BuiltFusion | None = None
 
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 6, 200
@@ -113,32 +98,52 @@ def decide(
             next to nothing are left out before the step is timed with each of them.
     """
     runner = StepRunner(bench)
-    left_out = {} if bench.on_cuda else _left_out(runner, {**passes_alone(), **(alone or {})}, min_gain)
+    own = {} if bench.on_cuda else {**passes_alone(), **(alone or {})}
+    left_out = _left_out(runner, own, min_gain)
     candidates = [candidate for candidate in candidates if candidate.id not in left_out]
-    times = _timed_prefixes(runner, candidates, min_gain=min_gain, confidence=confidence, budget_s=budget_s, note=note, step=step)
+
+    def verdicts_by(times: Sequence[Sequence[int]]) -> dict[str, Verdict]:
+        names, changes = [one.id for one in candidates], runner.changes(times, min_gain, confidence)
+        return judged(names, changes, alone or {}, min_gain)
+
+    times = _timed_prefixes(
+        runner,
+        candidates,
+        min_gain=min_gain,
+        confidence=confidence,
+        budget_s=budget_s,
+        note=note,
+        step=step,
+        is_in_vain=_is_in_vain(verdicts_by, own, confidence),
+    )  # fmt: skip
     runner.forget()
     control, *stacked = times
     untouched_ns = median_interval(stacked[0])[0]
     noise_share = interleaving.noise_ns(control, stacked[0], confidence) / max(untouched_ns, 1)
-    verdicts = {}
-    for candidate, one in zip(candidates, runner.changes(times, min_gain, confidence), strict=True):
-        by_step = verdict_of(candidate.id, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain)
-        own = (alone or {}).get(candidate.id)
-        verdicts[candidate.id] = judged_alone(by_step, own, step_ns=one.step_ns, min_gain=min_gain)
     verdicts = _with_small_ones(
-        runner, candidates, verdicts,
+        runner, candidates, verdicts_by(times),
         step_ns=median_interval(stacked[-1])[0], min_gain=min_gain, confidence=confidence, budget_s=budget_s,
     )  # fmt: skip
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     before, after = _timed_twice(runner, runner.calls([(), kept]), rounds=100 if kept else _FEW_ROUNDS, budget_s=budget_s / 3)
     return Decision(
-        verdicts={**verdicts, **left_out},
-        noise_share=noise_share,
-        before=before,
-        after=after,
-        method=runner.method,
+        verdicts={**verdicts, **left_out}, noise_share=noise_share, before=before, after=after, method=runner.method,
         untouched_ns=round(untouched_ns),
-    )
+    )  # fmt: skip
+
+
+def _is_in_vain(
+    verdicts_by: Callable[[Sequence[Sequence[int]]], Mapping[str, Verdict]],
+    alone: Mapping[str, interleaving.Difference],
+    confidence: float,
+) -> Callable[[Sequence[Sequence[int]]], bool]:
+    """Return the question whether further rounds would change no verdict; parameters as for :func:`decide`."""
+
+    def found(times: Sequence[Sequence[int]]) -> bool:
+        noise_ns = interleaving.noise_ns(times[0], times[1], confidence)
+        return bool(alone) and is_longer_in_vain(verdicts_by(times).values(), alone, noise_ns=noise_ns, times_longer=PATIENCE)
+
+    return found
 
 
 def _timed_prefixes(
@@ -150,8 +155,11 @@ def _timed_prefixes(
     budget_s: float,
     note: Callable[[str], None],
     step: Callable[[int, int, str], None],
+    is_in_vain: Callable[[Sequence[Sequence[int]]], bool],
 ) -> list[list[int]]:
     """Time the step without rewrites twice, then with the first, with the first two, and so on; parameters as for :func:`decide`.
+
+    ``is_in_vain`` says by the rounds so far whether further ones would change no verdict.
 
     Returns:
         Nanoseconds of each round, for each of these steps.
@@ -159,10 +167,11 @@ def _timed_prefixes(
     prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
+    is_quiet = runner.is_settled(min_gain, confidence)
     return interleaving.interleave(
         calls, rounds=_MOST_ROUNDS if candidates else _FEW_ROUNDS, budget_s=budget_s,
         most_s=PATIENCE * budget_s if candidates else 0.0, rest=runner.rest([calls[0], calls[-1]]),
-        is_settled=runner.is_settled(min_gain, confidence), is_decided=runner.is_decided(min_gain, confidence),
+        is_settled=lambda times: is_quiet(times) or is_in_vain(times), is_decided=runner.is_decided(min_gain, confidence),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
         after=_shown(step, candidates, budget_s, runner.timer),
     )  # fmt: skip
@@ -237,17 +246,6 @@ def _with_small_ones(
     return {**verdicts, **changed}
 
 
-def _is_clear(seen: Sequence[looks.Change], min_gain: float) -> bool:
-    """Whether each rewrite is kept, or is no gain of the least share, and what others there are need no longer look together."""
-    left = [
-        one for one in seen
-        if verdict_of("", one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain).status is not Status.KEPT
-    ]  # fmt: skip
-    most = [-one.change.low_ns / (min_gain * one.step_ns) if min_gain else 1.0 for one in left]
-    has_signs = all(one.change.high_ns < 0 or one.change.low_ns >= 0 for one in left)
-    return bool(seen) and all(share < 1 for share in most) and (has_signs or sum(max(share, 0) for share in most) < 1)
-
-
 def on_top(
     runner: StepRunner,
     before: Callable[[], Any],
@@ -309,77 +307,3 @@ def confirmed(
     """Time the step as it is now against the step without any rewrite; returns the decision with the new figures."""
     without, with_all = _timed_twice(runner, runner.recorded([original, after]), budget_s=budget_s)
     return replace(decision, before=without, after=with_all, method=runner.method)
-
-
-class StepRunner:
-    """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded.
-
-    Attributes:
-        timer: for steps that are timed from the host's side.
-        method: ``cuda_graph``, ``cuda_events``, ``cpu_time`` or ``wall``: how the calls made so far must be timed.
-    """
-
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self.on_cuda = bench.on_cuda
-        self.rewind = bench.live.written.rewind
-        self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
-        self.timer = bench.timer
-        self.method = "cuda_graph" if bench.on_cuda else bench.timer.method
-        self._rest: float | None = None
-        self._memsets = Memsets()
-
-    def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
-        """Return one call per set of rewrites."""
-        return self.recorded([self.plain(chosen) for chosen in sets])
-
-    def plain(self, chosen: Sequence[Candidate]) -> Callable[[], Any]:
-        """Return the step with a set of rewrites, launched one by one."""
-        fusions = [candidate.fusion for candidate in chosen if candidate.fusion is not None]
-        passes = [candidate.graph_pass for candidate in chosen if candidate.graph_pass]
-        variant = self._bench.build(fusions, passes)
-        return lambda: self._bench.run(variant)
-
-    def recorded(self, plain: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
-        """Return replays of steps, or the steps themselves where one cannot be recorded."""
-        if self.method != "cuda_graph":
-            return plain
-        try:
-            around = cuda_state.own_gemm_workspace
-            finish = self._memsets.replace  # as the fused model's own graph is recorded
-            return [
-                interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish) for call in plain
-            ]
-        except interleaving.CannotRecord:
-            self.method = "cuda_events"
-            return plain
-
-    def rest(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Return how long the device rests between timed runs; the calls are looked at once, the first time that this is asked.
-
-        Args:
-            calls: made by this runner; one that the power limit holds down is enough.
-        """
-        if self._rest is None:
-            self._rest = interleaving.REST if is_held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
-        return self._rest
-
-    def is_settled(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
-        """Return whether the step differs so little from itself that no further time is worth it."""
-        return interleaving.is_quiet(min_gain if self.on_cuda else max(min_gain, _CPU_NOISE), confidence)
-
-    def is_decided(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
-        """Return whether a look at the rounds so far decides each rewrite (``timing.looks``); on a GPU none is taken."""
-        return lambda times: not self.on_cuda and len(times) > 2 and _is_clear(looks.at_look(times, confidence), min_gain)
-
-    def changes(self, times: Sequence[Sequence[int]], min_gain: float, confidence: float) -> tuple[looks.Change, ...]:
-        """Return what each rewrite changes, by rounds that may have ended at a look."""
-        if self.on_cuda:
-            return looks.changes_at_once(times, confidence)
-        return looks.changes(times, confidence, lambda seen: _is_clear(seen, min_gain))
-
-    def forget(self) -> None:
-        """Free the graphs of the tournament before the confirmation records its own."""
-        if self._bench.on_cuda:
-            self._pool = torch.cuda.graph_pool_handle()
-            torch.cuda.empty_cache()

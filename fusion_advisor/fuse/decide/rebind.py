@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed
+from fusion_advisor.fuse.decide.keep_rule import Decision, confirmed
 from fusion_advisor.fuse.decide.replan import changed_bench, relocate
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, step_of
+from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.decide.trial import try_fusion
 from fusion_advisor.fuse.passes.registry import kept_passes, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions

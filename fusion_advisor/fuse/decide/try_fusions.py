@@ -17,15 +17,16 @@ from fusion_advisor.codegen.registry import backends_for
 from fusion_advisor.fuse.decide.alone import savings_alone
 from fusion_advisor.fuse.decide.exact import inexact_passes
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, keep_all
-from fusion_advisor.fuse.decide.laid_out import layout_refusals
+from fusion_advisor.fuse.decide.keep_rule import Decision, keep_all
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Step, Variant, step_of
+from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
 from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.passes.registry import PASSES, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import Plan, PlannedFusion
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.ir.program import Program
 from fusion_advisor.records import Fusion, GraphRewrite, Status
@@ -300,3 +301,42 @@ def _with_and_without(bench: Bench, names: Sequence[str], name: str) -> tuple[St
 
 def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:
     return next(fusion.predicted_saving_ns or 0 for fusion in fusions if fusion.id == item.planned.id)
+
+
+def layout_refusals(bench: Bench, candidates: Sequence[Candidate]) -> dict[str, Verdict]:
+    """Find rewrites that do not go together: one may lay a tensor out differently than a kernel of ours was verified for.
+
+    The step runs once with all of them; where a kernel refuses a tensor, they are added one by one, and each that makes one
+    refuse is left out before anything is timed.
+
+    Args:
+        bench: what its step moves on is put back first.
+        candidates: in the order of trying; an earlier one stays where it does not go together with a later one.
+
+    Returns:
+        By id the verdict of each that is left out; nearly always none.
+    """
+    if not candidates or _layout_refusal(bench, candidates) is None:
+        return {}
+    stay: list[Candidate] = []
+    refused = {}
+    for candidate in candidates:
+        reason = _layout_refusal(bench, [*stay, candidate])
+        if reason is None:
+            stay.append(candidate)
+        else:
+            refused[candidate.id] = Verdict(
+                id=candidate.id, status=Status.NOT_REPLACED, reason=reason, delta_ns=0, interval_ns=(0, 0), is_timed=False
+            )
+    return refused
+
+
+def _layout_refusal(bench: Bench, candidates: Sequence[Candidate]) -> str | None:
+    fusions = [candidate.fusion for candidate in candidates if candidate.fusion is not None]
+    variant = bench.build(fusions, [candidate.graph_pass for candidate in candidates if candidate.graph_pass])
+    bench.live.written.rewind()
+    try:
+        bench.run(variant)
+    except LayoutChanged as change:
+        return f"a value inside the model is laid out differently with it than when it was traced ({change})"
+    return None

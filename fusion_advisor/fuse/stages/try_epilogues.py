@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed
+from fusion_advisor.fuse.decide.keep_rule import confirmed
 from fusion_advisor.fuse.decide.rebind import ON_TOP, Kept, not_replaced
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
+from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.registry import kept_passes, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions

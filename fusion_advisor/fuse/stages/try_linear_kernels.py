@@ -21,9 +21,10 @@ from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, MOST_ROWS, GemvC
 from fusion_advisor.codegen.gemm.registry import FEW_ROWS_ONLY, LINEAR_BACKENDS, gemv_backend
 from fusion_advisor.content import content_dir
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed
+from fusion_advisor.fuse.decide.keep_rule import confirmed
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
+from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.decide.trial import source_around
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.passes.registry import kept_passes

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_advisor.fuse.decide.alone import judged_alone, negligible, savings_alone
+from fusion_advisor.fuse.decide.alone import is_longer_in_vain, judged_alone, negligible, savings_alone
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Status
 from fusion_advisor.timing.interleaving import Difference
@@ -111,3 +111,27 @@ def test_passes_are_timed_by_themselves_once(clock):  # noqa: F811
     assert asked == [1]
     assert found["idle"].status is Status.TOO_LITTLE
     assert found["gelu"].status is Status.KEPT
+
+
+def test_longer_timing_is_in_vain_where_the_noise_left_hides_every_open_rewrite():
+    kept, open_one = verdict(Status.KEPT), replace(verdict(Status.WITHIN_NOISE), id="F2")
+    small, unknown = {"F2": span(-1_000, -900)}, {"F1": GAIN}
+
+    def in_vain(alone, noise_ns):
+        return is_longer_in_vain([kept, open_one], alone, noise_ns=noise_ns, times_longer=4.0)
+
+    assert in_vain(small, 4_100) and not in_vain(small, 3_900)
+    assert not in_vain(unknown, 1e9)
+    assert is_longer_in_vain([kept], {}, noise_ns=0.0, times_longer=4.0)
+
+
+def test_a_loud_step_is_timed_for_longer_only_where_that_may_tell_something(clock):  # noqa: F811
+    def turns(idle_alone):
+        told = []
+        decided(
+            clock, {"gelu": -20_000, "idle": 0}, noise=0.2, min_gain=0.0015, budget_s=0.1,
+            alone={"gelu": GAIN, "idle": idle_alone}, step=lambda *row: told.append(row),
+        )  # fmt: skip
+        return len(told)
+
+    assert turns(span(-900_000, 900)) > 1.5 * turns(span(-900, 900))

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.decide.graph_diff_cost import _change, change_alone, saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import StepRunner
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Step
+from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.passes.merge_gemms import merge_all
 from fusion_advisor.fuse.passes.slice_pushdown import narrow_all
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite

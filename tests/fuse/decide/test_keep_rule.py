@@ -9,8 +9,9 @@ import pytest
 
 from fusion_advisor import units
 from fusion_advisor.capture.graph.tracer import LiveCapture
-from fusion_advisor.fuse.decide import keep_rule as decide_module
-from fusion_advisor.fuse.decide.keep_rule import Candidate, decide
+from fusion_advisor.fuse.decide import step_runner
+from fusion_advisor.fuse.decide.keep_rule import decide
+from fusion_advisor.fuse.decide.step_runner import Candidate
 from fusion_advisor.records import Status
 from fusion_advisor.timing import interleaving
 from tests.timing.planted import PlantedTimer
@@ -109,7 +110,7 @@ def test_noise_is_that_of_the_step_that_a_rewrite_is_put_on(clock):
 @pytest.mark.parametrize("is_held", [True, False])
 def test_where_the_power_limit_holds_a_step_down_all_is_timed_after_rests(clock, monkeypatch, is_held):
     rests = []
-    monkeypatch.setattr(decide_module, "is_held_down", lambda calls, **_: is_held and len(calls) == 2)
+    monkeypatch.setattr(step_runner, "is_held_down", lambda calls, **_: is_held and len(calls) == 2)
     clock.rest = rests.append
     decision = decided(clock, {"gain": -50_000, "little": -4_000}, noise=0.001)
     assert decision.verdicts["gain"].status is Status.KEPT

@@ -1,0 +1,114 @@
+"""Turns sets of rewrites into calls of the step, and says when their times decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_advisor.codegen.cuda.graph_memsets import Memsets
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
+from fusion_advisor.fuse.decide.verdict import verdict_of
+from fusion_advisor.records import Status
+from fusion_advisor.runtime.torch_internals import cuda_state
+from fusion_advisor.timing import interleaving, looks
+from fusion_advisor.timing.clock_sampler import is_held_down
+
+_CPU_NOISE = 0.05
+"""Of the step. On a busy machine ten rounds differed by 6 to 9 %, twenty by 3 to 6 % (``docs/measurements/cpu_clock.md``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One rewrite in the order of trying: a graph pass or a fusion."""
+
+    id: str
+    graph_pass: str = ""
+    fusion: BuiltFusion | None = None
+
+
+class StepRunner:
+    """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded.
+
+    Attributes:
+        timer: for steps that are timed from the host's side.
+        method: ``cuda_graph``, ``cuda_events``, ``cpu_time`` or ``wall``: how the calls made so far must be timed.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.on_cuda = bench.on_cuda
+        self.rewind = bench.live.written.rewind
+        self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
+        self.timer = bench.timer
+        self.method = "cuda_graph" if bench.on_cuda else bench.timer.method
+        self._rest: float | None = None
+        self._memsets = Memsets()
+
+    def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
+        """Return one call per set of rewrites."""
+        return self.recorded([self.plain(chosen) for chosen in sets])
+
+    def plain(self, chosen: Sequence[Candidate]) -> Callable[[], Any]:
+        """Return the step with a set of rewrites, launched one by one."""
+        fusions = [candidate.fusion for candidate in chosen if candidate.fusion is not None]
+        passes = [candidate.graph_pass for candidate in chosen if candidate.graph_pass]
+        variant = self._bench.build(fusions, passes)
+        return lambda: self._bench.run(variant)
+
+    def recorded(self, plain: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
+        """Return replays of steps, or the steps themselves where one cannot be recorded."""
+        if self.method != "cuda_graph":
+            return plain
+        try:
+            around = cuda_state.own_gemm_workspace
+            finish = self._memsets.replace  # as the fused model's own graph is recorded
+            return [
+                interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish) for call in plain
+            ]
+        except interleaving.CannotRecord:
+            self.method = "cuda_events"
+            return plain
+
+    def rest(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Return how long the device rests between timed runs; the calls are looked at once, the first time that this is asked.
+
+        Args:
+            calls: made by this runner; one that the power limit holds down is enough.
+        """
+        if self._rest is None:
+            self._rest = interleaving.REST if is_held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
+        return self._rest
+
+    def is_settled(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
+        """Return whether the step differs so little from itself that no further time is worth it."""
+        return interleaving.is_quiet(min_gain if self.on_cuda else max(min_gain, _CPU_NOISE), confidence)
+
+    def is_decided(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
+        """Return whether a look at the rounds so far decides each rewrite (``timing.looks``); on a GPU none is taken."""
+        return lambda times: not self.on_cuda and len(times) > 2 and _is_clear(looks.at_look(times, confidence), min_gain)
+
+    def changes(self, times: Sequence[Sequence[int]], min_gain: float, confidence: float) -> tuple[looks.Change, ...]:
+        """Return what each rewrite changes, by rounds that may have ended at a look."""
+        if self.on_cuda:
+            return looks.changes_at_once(times, confidence)
+        return looks.changes(times, confidence, lambda seen: _is_clear(seen, min_gain))
+
+    def forget(self) -> None:
+        """Free the graphs of the tournament before the confirmation records its own."""
+        if self._bench.on_cuda:
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
+
+
+def _is_clear(seen: Sequence[looks.Change], min_gain: float) -> bool:
+    """Whether each rewrite is kept, or is no gain of the least share, and what others there are need no longer look together."""
+    left = [
+        one for one in seen
+        if verdict_of("", one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain).status is not Status.KEPT
+    ]  # fmt: skip
+    most = [-one.change.low_ns / (min_gain * one.step_ns) if min_gain else 1.0 for one in left]
+    has_signs = all(one.change.high_ns < 0 or one.change.low_ns >= 0 for one in left)
+    return bool(seen) and all(share < 1 for share in most) and (has_signs or sum(max(share, 0) for share in most) < 1)
