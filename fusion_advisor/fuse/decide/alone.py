@@ -68,26 +68,37 @@ _IN_STEP = 2.0
 Estimates missed by 3 to 14 % (``docs/measured.md``)."""
 _SHARE = 0.5
 """Of the least gain: what is left out saves less than that together, so that it decides about no small gains either."""
+_ROUND_NOISE = 0.05
+"""Of a step: by how much one differs from itself at best, in one round on a CPU; of n rounds the root of n-th part. Idle, eight
+rounds of GPT-2 differed by 2.3 and 3.6 % (``docs/measurements/cpu_clock.md``)."""
 
 
-def negligible(alone: Mapping[str, Difference], *, step_ns: float, min_gain: float) -> dict[str, Verdict]:
-    """Return the verdicts on rewrites that need not be timed in the step, because all of them together can save next to nothing.
+def not_worth_the_step(alone: Mapping[str, Difference], *, step_ns: float, min_gain: float, rounds: int) -> dict[str, Verdict]:
+    """Return the verdicts on rewrites that need not be timed in the step.
+
+    Some save next to nothing, all of them together. Others are below the least gain by themselves, and even twice their saving
+    would be lost in the step's noise.
 
     Args:
         alone: what rewrites change by themselves, in all their runs of a step.
         step_ns: the step; a low figure, so that the least gain is not made larger by chance.
         min_gain: share of the step that a rewrite must save.
+        rounds: of the step that there is time for.
     """
     found: dict[str, Verdict] = {}
-    room_ns = _SHARE * min_gain * step_ns
+    room_ns, noise_ns = _SHARE * min_gain * step_ns, _ROUND_NOISE * step_ns / math.sqrt(rounds)
     for name, change in sorted(alone.items(), key=lambda item: -item[1].low_ns):
         most_ns = max(0.0, -_IN_STEP * change.low_ns)
-        if most_ns > room_ns:
-            break
-        room_ns -= most_ns
+        if most_ns <= room_ns:
+            room_ns -= most_ns
+            why = "far from"
+        elif min_gain and most_ns <= noise_ns and change.high_ns >= -min_gain * step_ns:
+            why = f"hidden by a step's noise of {units.duration(noise_ns)} at best, and not past"
+        else:
+            continue
         span = (change.low_ns, change.high_ns)
         reason = (
-            f"by itself {units.delta(change.median_ns)} {units.delta_interval(*span)} per step, far from the threshold of "
+            f"by itself {units.delta(change.median_ns)} {units.delta_interval(*span)} per step, {why} the threshold of "
             f"{units.delta(-min_gain * step_ns)}; the step was not timed with it"
         )
         found[name] = Verdict(id=name, status=Status.TOO_LITTLE, reason=reason, delta_ns=change.median_ns, interval_ns=span)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusion_advisor.fuse.decide.alone import is_longer_in_vain, judged, negligible
+from fusion_advisor.fuse.decide.alone import is_longer_in_vain, judged, not_worth_the_step
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
 from fusion_advisor.fuse.decide.verdict import Verdict, is_small_gain, is_unclear, once_more, span_of, untimed, verdict_of
@@ -99,7 +99,7 @@ def decide(
     """
     runner = StepRunner(bench)
     own = {} if bench.on_cuda else {**passes_alone(), **(alone or {})}
-    left_out = _left_out(runner, own, min_gain)
+    left_out = _left_out(runner, own, min_gain, budget_s)
     candidates = _by_gain([candidate for candidate in candidates if candidate.id not in left_out], own)
 
     def verdicts_by(times: Sequence[Sequence[int]]) -> dict[str, Verdict]:
@@ -205,14 +205,18 @@ def _timed_twice(
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
 
 
-def _left_out(runner: StepRunner, alone: Mapping[str, interleaving.Difference], min_gain: float) -> dict[str, Verdict]:
-    """Return the verdicts on what is not worth timing in the step: it saves next to nothing by itself."""
+def _left_out(
+    runner: StepRunner, alone: Mapping[str, interleaving.Difference], min_gain: float, budget_s: float
+) -> dict[str, Verdict]:
+    """Return the verdicts on what is not worth timing in the step; parameters as for :func:`decide`."""
     if not alone:
         return {}
     (times,) = interleaving.interleave(
         runner.calls([()]), rounds=2, least=2, budget_s=0.0, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
     )
-    return negligible(alone, step_ns=min(times), min_gain=min_gain)
+    turns = budget_s * 1e9 / max(min(times), 1)
+    rounds = round(max(_LEAST_ROUNDS, min(_MOST_ROUNDS, turns / (len(alone) + 2))))
+    return not_worth_the_step(alone, step_ns=min(times), min_gain=min_gain, rounds=rounds)
 
 
 def _shown(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_advisor.fuse.decide.alone import is_longer_in_vain, judged_alone, negligible, savings_alone
+from fusion_advisor.fuse.decide.alone import is_longer_in_vain, judged_alone, not_worth_the_step, savings_alone
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Status
 from fusion_advisor.timing.interleaving import Difference
@@ -68,7 +68,7 @@ def span(low_ns, high_ns):
 
 def test_what_saves_next_to_nothing_by_itself_is_left_out():
     alone = {"none": span(-10, 10), "loss": span(5_000, 9_000), "some": span(-900, -700), "gain": span(-22_000, -18_000)}
-    found = negligible(alone, step_ns=1_000_000, min_gain=0.005)
+    found = not_worth_the_step(alone, step_ns=1_000_000, min_gain=0.005, rounds=200)
     assert set(found) == {"none", "loss", "some"}
     assert {verdict.status for verdict in found.values()} == {Status.TOO_LITTLE}
     assert found["some"].interval_ns == (-900, -700)
@@ -78,9 +78,22 @@ def test_what_saves_next_to_nothing_by_itself_is_left_out():
 def test_what_might_pass_together_is_timed_in_the_step():
     """Each may save 0.1 % of the step; five times 0.1 % are the least gain, and a step may double it."""
     alone = {str(number): span(-1_000, 0) for number in range(5)}
-    assert len(negligible(alone, step_ns=1_000_000, min_gain=0.005)) == 1
-    assert negligible({"wide": span(-2_000, 5_000)}, step_ns=1_000_000, min_gain=0.005) == {}
-    assert negligible({"any": span(-1, 1)}, step_ns=1_000_000, min_gain=0.0) == {}
+    assert len(not_worth_the_step(alone, step_ns=1_000_000, min_gain=0.005, rounds=10**6)) == 1
+    assert not_worth_the_step({"wide": span(-2_000, 5_000)}, step_ns=1_000_000, min_gain=0.005, rounds=10**6) == {}
+    assert not_worth_the_step({"any": span(-1, 1)}, step_ns=1_000_000, min_gain=0.0, rounds=10**6) == {}
+
+
+@pytest.mark.parametrize(("own", "rounds", "is_timed"), [
+    (span(-4_000, -3_000), 6, False),  # twice 4 µs are less than a twentieth of the step over the root of 6
+    (span(-4_000, -3_000), 200, True),  # more than that over the root of 200
+    (span(-14_000, -3_000), 6, True),
+    (span(-8_000, -6_000), 6, True),  # past the least gain by itself: the step may still refuse it
+])  # fmt: skip
+def test_what_the_noise_of_the_step_would_hide_is_left_out_where_its_own_times_do_not_keep_it(own, rounds, is_timed):
+    found = not_worth_the_step({"F2": own}, step_ns=1_000_000, min_gain=0.005, rounds=rounds)
+    assert ("F2" not in found) is is_timed
+    if not is_timed:
+        assert "hidden by a step's noise of 20.4 µs at best" in found["F2"].reason
 
 
 def test_the_step_is_not_timed_with_what_is_left_out(clock):  # noqa: F811
