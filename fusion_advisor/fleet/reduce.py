@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -28,7 +27,6 @@ from fusion_advisor.fleet.shares import is_collective, split
 from fusion_advisor.fleet.task import Reduced, Task
 from fusion_advisor.fleet.window import read_window
 from fusion_advisor.fuse.modes.trace_profile import join_trace, rank_trace, span_ns
-from fusion_advisor.library.trace_hints import library_sequences
 from fusion_advisor.records import TraceChain, TraceReport
 from fusion_advisor.records.trace import ClassTime, FleetChain, TracePart, TraceSource
 from fusion_advisor.runtime.gc_pause import collector_paused
@@ -117,7 +115,7 @@ def _part(task: Task, path: Path, digest: str) -> TracePart:
 def _ranked(task: Task, file: TraceFile, known: TracePart) -> TracePart:
     window = read_window(file, task.most_events)
     found = join_trace(file, window.trace)
-    report = rank_trace(found, _sequences(task.kernel_dirs), min_share=LEAST_SHARE, top=10_000)
+    report = rank_trace(found, task.sequences, min_share=LEAST_SHARE, top=10_000)
     times = split(found.work)
     who = identify(file.facts, known.url)
     return TracePart(
@@ -188,12 +186,6 @@ def _chain(chain: TraceChain) -> FleetChain:
         saving_ns=middle,
         saving_high_ns=high,
     )
-
-
-@functools.cache
-def _sequences(kernel_dirs: tuple[Path, ...]) -> dict[tuple[str, ...], str]:
-    """Once for each process: the references run for 0.7 s."""
-    return library_sequences(kernel_dirs)
 
 
 def _digest(path: Path) -> str:

@@ -14,6 +14,7 @@ from fusion_advisor.fleet.rank import Question, rank_fleet
 from fusion_advisor.fleet.reduce import reduce_trace
 from fusion_advisor.fleet.task import MOST_EVENTS, Reduced, Task
 from fusion_advisor.fleet.weights import read_weights
+from fusion_advisor.library.trace_hints import library_sequences
 from fusion_advisor.records.trace import FailedTrace, FleetReport, TraceSource
 
 PARTS = "parts"
@@ -102,9 +103,9 @@ def _read(
     say: Callable[[State], None],
 ) -> list[FailedTrace]:
     """Reduce what is unread, add to ``digests`` what has a part, and return what has none."""
+    sequences = library_sequences(options.kernel_dirs) if unread else {}
     tasks = [
-        Task(source=source, parts=parts.absolute(), most_events=options.most_events, kernel_dirs=options.kernel_dirs)
-        for source in unread
+        Task(source=source, parts=parts.absolute(), sequences=sequences, most_events=options.most_events) for source in unread
     ]
     all_bytes = sum(source.size_bytes for source in sources)
     failed: list[FailedTrace] = []

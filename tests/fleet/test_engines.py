@@ -19,7 +19,7 @@ def tasks(tmp_path):
     parts.mkdir()
     (tmp_path / "marks").mkdir()
     sources = [TraceSource(url=f"trace-{number}", size_bytes=1000, version="1") for number in range(8)]
-    return [Task(source=source, parts=parts) for source in sources]
+    return [Task(source=source, parts=parts, sequences={}) for source in sources]
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,15 @@ from fusion_advisor.fleet.find import find_traces
 from fusion_advisor.fleet.parts import part_path, read_part, whole_parts
 from fusion_advisor.fleet.reduce import LEAST_SHARE, Task, reduce_trace
 from fusion_advisor.fuse.modes.trace_profile import profile_trace
+from fusion_advisor.library.trace_hints import library_sequences
 
 
 @pytest.fixture(scope="module")
 def reduced(traces, tmp_path_factory):
     parts = tmp_path_factory.mktemp("parts")
-    results = [reduce_trace(Task(source=source, parts=parts)) for source in find_traces([f"{traces}/**/*.json.gz"])]
+    sequences = library_sequences()
+    sources = find_traces([f"{traces}/**/*.json.gz"])
+    results = [reduce_trace(Task(source=source, parts=parts, sequences=sequences)) for source in sources]
     return parts, {result.source.url: result for result in results}
 
 
@@ -75,14 +78,14 @@ def test_a_broken_trace_is_a_row_with_its_code(reduced, kind):
 def test_a_known_trace_is_not_read_again(reduced):
     parts, results = reduced
     result = next(iter(results.values()))
-    again = reduce_trace(Task(source=result.source, parts=parts))
+    again = reduce_trace(Task(source=result.source, parts=parts, sequences={}))
     assert again.is_known and again.json_bytes == 0 and again.digest == result.digest
 
 
 def test_a_missing_file_leaves_no_part(tmp_path, reduced):
     _, results = reduced
     source = replace(next(iter(results.values())).source, url=str(tmp_path / "gone.json.gz"))
-    result = reduce_trace(Task(source=source, parts=tmp_path))
+    result = reduce_trace(Task(source=source, parts=tmp_path, sequences={}))
     assert result.error_code == "FA501" and not result.digest and not list(tmp_path.iterdir())
 
 
@@ -96,7 +99,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, reduced, monkeypatch)
     monkeypatch.setattr(pq, "write_table", full)
     _, results = reduced
     with pytest.raises(CannotWrite, match="No space left"):
-        reduce_trace(Task(source=next(iter(results.values())).source, parts=tmp_path))
+        reduce_trace(Task(source=next(iter(results.values())).source, parts=tmp_path, sequences={}))
     assert not list(tmp_path.iterdir())
 
 
