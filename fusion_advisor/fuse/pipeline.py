@@ -78,7 +78,7 @@ def apply_workload(
     Args:
         loaded: the model and its inputs.
         options: how to measure and decide.
-        progress: told what goes on.
+        progress: is given each phase and its results.
         on_report: given the report so far after every fusion.
         instruments: measure, and decide what stays.
         linear_kernels: says where kernels of linears come from.
@@ -277,7 +277,7 @@ def _report(
         f"Device time is the sum of raw kernel events of one step ({_which_step(options.steps)})."
         if on_cuda
         else "On a CPU a launch is one ATen op call that computes, and device time the sum of their durations.",
-        "A launch has the category of its ATen op; what a replayed graph or Inductor launched without one is told by its name.",
+        "A launch has the category of its ATen op; one without an op (a replayed graph, Inductor) has that of its kernel's name.",
         "The byte floor uses the copy bandwidth measured in this run; savings before a run are upper bounds and do not add up.",
     )
     return Report(

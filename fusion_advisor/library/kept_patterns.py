@@ -116,7 +116,7 @@ def _package_digest() -> str:
 
 
 def _is_self_contained(reference: bytes) -> bool:
-    """Whether a reference imports nothing but what the key tells the version of."""
+    """Whether a reference imports only modules whose versions are in the key."""
     names = set()
     for node in ast.walk(ast.parse(reference)):
         if isinstance(node, ast.Import):

@@ -82,7 +82,7 @@ def structure(program: Program) -> Structure:
         constant_values += [before + number for number in found.constant_values]
         before += len(part.program.values)
     return Structure(
-        text=" beside ".join(texts),
+        text=" | ".join(texts),
         constants=tuple(constants),
         constant_values=tuple(constant_values),
         operands=tuple(operands),

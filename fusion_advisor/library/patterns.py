@@ -56,13 +56,13 @@ def library_on_demand(kernel_dirs: Sequence[Path] = ()) -> tuple[Callable[[str],
     """
     specs, shipped = list_kernels(kernel_dirs), content_dir("kernels")
 
-    def alike(text: str) -> Iterator[Pattern]:
+    def with_arithmetic_of(text: str) -> Iterator[Pattern]:
         wanted = arithmetic_in(text)
         for spec in specs:
             if spec.folder.parent != shipped or wanted in _arithmetic_of(spec, _source(spec)):
                 yield from kernel_patterns(spec)
 
-    return alike, {spec.name: spec.source for spec in specs}
+    return with_arithmetic_of, {spec.name: spec.source for spec in specs}
 
 
 @functools.cache
@@ -280,12 +280,12 @@ def _example_sizes(spec: KernelSpec) -> Iterator[dict[str, int]]:
     for are_one in itertools.product((False, True), repeat=len(rows)):  # a batch of one, a sequence of one, a token of a decode
         sized = {letter: 1 if is_one else many[letter] for letter, is_one in zip(rows, are_one, strict=True)}
         yield {**sized, **length, last: _COLS}
-        for alike in _alike(spec, rows):  # as many key heads as query heads
-            if len({sized[letter] for letter in alike}) > 1:
-                yield {**sized, **dict.fromkeys(alike, sized[alike[0]]), **length, last: _COLS}
+        for letters_of_dim in _same_dim(spec, rows):  # as many key heads as query heads
+            if len({sized[letter] for letter in letters_of_dim}) > 1:
+                yield {**sized, **dict.fromkeys(letters_of_dim, sized[letters_of_dim[0]]), **length, last: _COLS}
 
 
-def _alike(spec: KernelSpec, rows: Sequence[str]) -> list[tuple[str, ...]]:
+def _same_dim(spec: KernelSpec, rows: Sequence[str]) -> list[tuple[str, ...]]:
     """Letters that stand for the same dim of different inputs."""
     found: dict[tuple[int, int], dict[str, None]] = {}
     for tensor in spec.inputs:

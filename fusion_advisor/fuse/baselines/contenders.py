@@ -90,7 +90,7 @@ class _Ready:
 def peers(
     loaded: LoadedWorkload, eager: Call, *, on_cuda: bool, max_autotune: bool, rewind: Callable[[], object]
 ) -> list[Contender]:
-    """Return what users have beside us, eager left out.
+    """Return the other ways to run the step, eager left out.
 
     Args:
         loaded: the model and its inputs.
@@ -226,7 +226,7 @@ def measure_all(
         traced_steps: how many steps are traced of those whose kernels are not known.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         instruments: time the runs.
-        progress: told about each.
+        progress: is given each contender's name and, where it cannot be run, the reason.
         on_required: given the rows of those that the run needs, where there are others.
     """
     progress = progress or Progress()
@@ -320,9 +320,9 @@ def _made_ready(contender: Contender, how: _How) -> _Ready:
         for _ in range(_WARM[on_cuda]):
             rewind()
             call()
-    held = device_memory.held_bytes(on_cuda=on_cuda) - before + contender.held_bytes
+    kept_bytes = device_memory.held_bytes(on_cuda=on_cuda) - before + contender.held_bytes
     rewind()
-    peak = how.needed_bytes + held + device_memory.transient_bytes(call, on_cuda=on_cuda)
+    peak = how.needed_bytes + kept_bytes + device_memory.transient_bytes(call, on_cuda=on_cuda)
     step = contender.step
     if step is None:
         trace = profiler.record(call, steps=how.traced_steps, on_cuda=on_cuda, before=rewind)

@@ -111,7 +111,7 @@ class Graphs:
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
-        """What is held, the one replayed longest ago first."""
+        """The recordings, the one replayed longest ago first."""
         return tuple(self._recordings.values())
 
     def pool_bytes(self) -> int:
@@ -128,7 +128,7 @@ class Graphs:
         """Run one call of the model.
 
         Args:
-            key: stands for its signature: equal, and quickly hashed, for calls that are alike.
+            key: stands for its signature: equal, and quickly hashed, for calls of one signature.
             leaves: the tensors that it passes, in the signature's order.
             call: runs it through dynamo, which calls the region below if the guards hold.
             objects: what was read of the objects that it passes; the same ones as long as they hold the same.
@@ -283,8 +283,8 @@ class GraphedRegion:
         inputs = sort_inputs(args, leaves, self._written)
         self._require_one_device(inputs.values)
         slots_of_copies = [copy.slot for copy in inputs.copies]
-        apart = left_out(self.module, slots_of_copies) if outputs == "clone" else {}
-        runner = _Watched(self.module, _stand_ins(apart))
+        after_graph = left_out(self.module, slots_of_copies) if outputs == "clone" else {}
+        runner = _Watched(self.module, _stand_ins(after_graph))
         undo = self._undo(inputs.values)
 
         def step() -> Any:
@@ -297,18 +297,18 @@ class GraphedRegion:
             raise CannotRecord(f"{error} ({runner.where()})") from error
         slots = inputs.slots
         used = [args[slot] for slot in slots]
-        read_behind = {slot for last in apart.values() for slot in last.slots}
-        watched = [slot for slot in slots if slot in self._written or slot in read_behind]
+        read_after_graph = {slot for last in after_graph.values() for slot in last.slots}
+        watched = [slot for slot in slots if slot in self._written or slot in read_after_graph]
         gone: list[weakref.ref[Any]] = []
         is_list = isinstance(result, tuple | list)
-        memories, results = results_of(list(result) if is_list else [result], inputs.values, apart)
+        memories, results = results_of(list(result) if is_list else [result], inputs.values, after_graph)
         return Recording(
             name=", ".join(self.names[slot] for slot in slots_of_copies),
             play=play, copies=inputs.copies, slots=slots, others=inputs.others,
             read=tuple(tensor_memory.storage_reference(tensor, gone.append) for tensor in used),
             watched=tuple(weakref.ref(args[slot], gone.append) for slot in watched), watched_slots=tuple(watched),
             watched_addresses=tensor_memory.Addresses([args[slot] for slot in watched]),
-            layouts={place: layout_of(args[slot]) for place, slot in enumerate(watched) if slot in read_behind},
+            layouts={place: layout_of(args[slot]) for place, slot in enumerate(watched) if slot in read_after_graph},
             gone=gone, addresses=tensor_memory.Addresses(used),
             folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
             saved=undo.pairs(), objects=tuple(map(weakref.ref, objects)),
@@ -339,12 +339,12 @@ def _folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:
     return tuple(version for node in module.graph.nodes if isinstance(node.target, Held) for version in node.target.versions)
 
 
-def _stand_ins(apart: Mapping[int, LeftOut]) -> dict[Node, Node]:
-    return {node: source for last in apart.values() for node, source in last.stand_ins.items()}
+def _stand_ins(after_graph: Mapping[int, LeftOut]) -> dict[Node, Node]:
+    return {node: source for last in after_graph.values() for node, source in last.stand_ins.items()}
 
 
 class _Watched(torch.fx.Interpreter):
-    """Runs a region op by op and knows which op it is at: a failed recording is told with its line.
+    """Runs a region op by op and knows which op it is at: the error of a failed recording names its line.
 
     Args:
         module: the region.

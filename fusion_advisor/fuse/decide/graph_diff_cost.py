@@ -68,7 +68,7 @@ def change_alone(
     """Return what the ops in which two steps differ take in the second beyond what they take in the first.
 
     Args:
-        runner: of the step; it tells how such calls are timed.
+        runner: of the step; its method says how such calls are timed.
         before: a step.
         after: the same with one more rewrite; its regions stand for those of ``before``, in order.
         confidence: of the interval.
@@ -121,8 +121,8 @@ def _differing(before: Step, after: Step) -> dict[int, _Pair]:
         if not any(pair):
             continue
         for module, nodes in zip(modules, pair, strict=True):
-            held = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
-            if any(not held.isdisjoint(written_storages(node)) for node in nodes):
+            read = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
+            if any(not read.isdisjoint(written_storages(node)) for node in nodes):
                 raise _CannotRunAlone
             if _enters_autocast(module) and any(map(is_in_autocast, nodes)):
                 raise _CannotRunAlone

@@ -222,7 +222,7 @@ def _left_out(
 def _shown(
     step: Callable[[int, int, str], None], candidates: Sequence[Candidate], budget_s: float, timer: HostTimer
 ) -> Callable[[int, int, int], None]:
-    """Return what tells about each round that begins: what is timed, how many rounds remain."""
+    """Return a callback that shows each round as it begins: what is timed, how many rounds remain."""
     started, turns = timer.seconds(), len(candidates) + 2
     names = ", ".join(candidate.id for candidate in candidates)
     seen = [0]

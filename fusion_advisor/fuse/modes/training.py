@@ -36,7 +36,7 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     Args:
         loaded: the model and its inputs.
         options: how to measure; what concerns chains has no effect.
-        progress: told what goes on.
+        progress: is given each phase and its results.
 
     Raises:
         NotTrainable: no output depends on a parameter, or the step raises.

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it, and how long its phases took."""
+"""Progress of a run for its watcher, and how long its phases took."""
 
 from __future__ import annotations
 

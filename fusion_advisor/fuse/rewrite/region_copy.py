@@ -47,7 +47,7 @@ def copy_of(region: Region) -> ChangedRegion:
 
 
 def layouts(value: Any) -> list[tuple[Any, ...]]:
-    """Return what tells one layout of an op's result from another, per tensor."""
+    """Return the layout of an op's result, per tensor."""
     tensors: Sequence[Any] = value if isinstance(value, tuple | list) else [value]
     return [
         (tuple(item.shape), item.stride(), item.storage_offset(), item.dtype) if isinstance(item, torch.Tensor) else (item,)
