@@ -1,0 +1,193 @@
+"""One row for each workload of the zoo, read from its run's report, and the table and picture of all rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+TOOK_TOO_LONG = -1
+"""In place of an exit code."""
+ENDED_WELL = ("applied", "unchanged")
+_NOT_THE_ANSWER = ("baselines", "bandwidth")
+"""Phases that are no part of the time to our answer; loading the model is none of a report's phases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One workload.
+
+    Attributes:
+        name: of the workload.
+        family: its heading.
+        status: ``applied``, ``unchanged``, or how the run failed.
+        seconds: the whole process.
+        answer_s: of all phases to our result, without loading and baselines.
+        eager_ms: the step in eager.
+        ours_ms: the step as it is now.
+        peer: name of the fastest other way to run the step.
+        peer_ms: its step.
+        ratio: ours over the fastest other way; 0.9 is 10 % less time.
+        chains_share: of the captured step's device time, before.
+        kept: rewrites that stay.
+        peak_bytes: of ours on a GPU.
+        refused: chains without a kernel, by the code of the reason.
+        predicted_ns: savings that were predicted, of what was kept.
+        measured_ns: the same, measured.
+        detail: why there is no figure.
+    """
+
+    name: str
+    family: str
+    status: str
+    seconds: float
+    answer_s: float = 0.0
+    eager_ms: float = 0.0
+    ours_ms: float = 0.0
+    peer: str = ""
+    peer_ms: float = 0.0
+    ratio: float = 0.0
+    chains_share: float = 0.0
+    kept: int = 0
+    peak_bytes: int = 0
+    refused: Mapping[str, int] | None = None
+    predicted_ns: Sequence[int] = ()
+    measured_ns: Sequence[int] = ()
+    detail: str = ""
+
+
+def row_of(name: str, family: str, folder: Path, *, code: int, seconds: float, last_words: str = "") -> Row:
+    """Return the row of a run.
+
+    Args:
+        name: of the workload.
+        family: its heading.
+        folder: of the run.
+        code: its exit code, or :data:`TOOK_TOO_LONG`.
+        seconds: that it took.
+        last_words: what it printed last.
+    """
+    plain = Row(name=name, family=family, status="", seconds=round(seconds, 1))
+    report = folder / "report.json"
+    if code != 0 or not report.is_file():
+        status = "took too long" if code == TOOK_TOO_LONG else f"exit code {code}"
+        return Row(**{**asdict(plain), "status": status, "detail": " ".join(last_words.split())})
+    return Row(**{**asdict(plain), **_figures(json.loads(report.read_text(encoding="utf-8")))})
+
+
+def _figures(report: Mapping[str, Any]) -> dict[str, Any]:
+    eager, ours = (report[side]["wall"]["median_ns"] for side in ("before", "after"))
+    rewrites = [*report["fusions"], *report["rewrites"]]
+    kept = [one for one in rewrites if one["status"] == "kept"]
+    others = [row for row in report["baselines"] if row.get("step") and not row["name"].startswith("ours")]
+    best = min(others, key=lambda row: row["step"]["wall"]["median_ns"], default=None)
+    best_ns = best["step"]["wall"]["median_ns"] if best else eager
+    refused: dict[str, int] = {}
+    for answer in report["answers"]:
+        if answer.get("code"):
+            refused[answer["code"]] = refused.get(answer["code"], 0) + 1
+    both = [one for one in kept if one.get("predicted_saving_ns") and one.get("step_delta_ns")]
+    return {
+        "status": "applied" if kept else "unchanged",
+        "answer_s": round(sum(seconds for phase, seconds in report["durations_s"] if phase not in _NOT_THE_ANSWER), 1),
+        "eager_ms": eager / 1e6,
+        "ours_ms": ours / 1e6,
+        "peer": best["name"] if best else "eager",
+        "peer_ms": best_ns / 1e6,
+        "ratio": ours / best_ns,
+        "chains_share": sum(chain["share"] for chain in report["chains"]),
+        "kept": len(kept),
+        "peak_bytes": report["after"]["peak_memory_bytes"],
+        "refused": refused,
+        "predicted_ns": [one["predicted_saving_ns"] for one in both],
+        "measured_ns": [-one["step_delta_ns"] for one in both],
+    }
+
+
+def line(row: Row) -> str:
+    """Return a row in one line of text."""
+    if row.status not in ENDED_WELL:
+        return f"{row.name}: {row.status}, {row.seconds:.0f} s. {row.detail}"
+    return (
+        f"{row.name}: {row.ours_ms:.2f} ms, {row.ratio:.2f} of {row.peer} ({row.peer_ms:.2f} ms); {row.kept} kept; "
+        f"answer after {row.answer_s:.0f} s"
+    )
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return what all rows say together."""
+    good = [row for row in rows if row.status in ENDED_WELL]
+    said = [f"{len(good)} of {len(rows)} workloads ended well"]
+    if good:
+        behind = [row.name for row in good if row.ratio > 1]
+        said += [
+            f"geometric mean of ours / best other way {geometric_mean(row.ratio for row in good):.2f}",
+            f"behind: {', '.join(behind) or 'none'}",
+            f"median time to an answer {median(row.answer_s for row in good):.0f} s",
+        ]
+    missed = [
+        abs(predicted - measured) / abs(measured)
+        for row in good
+        for predicted, measured in zip(row.predicted_ns, row.measured_ns, strict=True)
+        if measured
+    ]
+    if missed:
+        said.append(f"predictions missed by {median(missed):.0%} (median of {len(missed)})")
+    return "; ".join(said) + "."
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the table, the worst ratio first."""
+    head = (
+        "| Workload | Family | Eager | Best other way | Ours | Ours / best | Chains before | Kept | Answer | Refused |\n"
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|---|\n"
+    )
+    body = []
+    for row in sorted(rows, key=lambda row: -row.ratio):
+        if row.status not in ENDED_WELL:
+            body.append(f"| {row.name} | {row.family} | | | **{row.status}** | | | | {row.seconds:.0f} s | |")
+            continue
+        refused = ", ".join(f"{code} × {count}" for code, count in sorted((row.refused or {}).items()))
+        body.append(
+            f"| {row.name} | {row.family} | {row.eager_ms:.2f} ms | {row.peer_ms:.2f} ms ({row.peer}) | {row.ours_ms:.2f} ms "
+            f"| {row.ratio:.2f} | {row.chains_share:.0%} | {row.kept} | {row.answer_s:.0f} s | {refused} |"
+        )
+    return f"{summary(rows)}\n\n{head}" + "\n".join(body) + "\n"
+
+
+_LEFT, _WIDTH, _STEP = 230, 720, 18
+
+
+def picture(rows: Sequence[Row]) -> str:
+    """Return a bar for each ratio, against a line at 1: shorter is better."""
+    good = sorted((row for row in rows if row.status in ENDED_WELL), key=lambda row: row.ratio)
+    most = max([1.2, *(row.ratio for row in good)])
+    scale = (_WIDTH - _LEFT - 50) / most
+    height = _STEP * len(good) + 30
+    bars = []
+    for number, row in enumerate(good):
+        top, colour = 20 + number * _STEP, "#b3261e" if row.ratio > 1 else "#1a7f37"
+        bars.append(
+            f'<text x="{_LEFT - 8}" y="{top + 11}" text-anchor="end">{escape(row.name)}</text>'
+            f'<rect x="{_LEFT}" y="{top}" width="{row.ratio * scale:.1f}" height="12" fill="{colour}"/>'
+            f'<text x="{_LEFT + row.ratio * scale + 5:.1f}" y="{top + 11}">{row.ratio:.2f}</text>'
+        )
+    one = _LEFT + scale
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="11">'
+        f'<rect width="100%" height="100%" fill="#ffffff"/><text x="{_LEFT}" y="13">our time / best other way</text>'
+        f'{"".join(bars)}<line x1="{one:.1f}" x2="{one:.1f}" y1="16" y2="{height}" stroke="#57606a" stroke-dasharray="3 3"/>'
+        "</svg>\n"
+    )
+
+
+def write(to: Path, rows: Sequence[Row]) -> None:
+    """Write ``zoo.json``, ``zoo.md`` and ``zoo.svg``."""
+    to.mkdir(parents=True, exist_ok=True)
+    (to / "zoo.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    (to / "zoo.md").write_text(markdown(rows), encoding="utf-8")
+    (to / "zoo.svg").write_text(picture(rows), encoding="utf-8")
