@@ -21,6 +21,7 @@ from fusion_advisor.records import (
     Timing,
 )
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.timing.host_timer import CPU_TIME
 from fusion_advisor.timing.paired import compare_rounds
 
 UNCHANGED = "unchanged"
@@ -248,3 +249,8 @@ def predicted_ns(row: Fusion | GraphRewrite) -> int | None:
 def run_lines(report: Report) -> list[str]:
     """Prediction, warm-up, and what is lost against a faster way: the sentences that there are."""
     return [line for line in (prediction_line(report), warm_up_line(report), cost_line(report)) if line]
+
+
+def step_label(timing: Timing | None) -> str:
+    """Name the row of a step's host-side time by the clock that was read."""
+    return "Step, CPU time" if timing is not None and timing.method == CPU_TIME else "Step, wall clock"

@@ -289,7 +289,7 @@ def comparisons(report: Report) -> tuple[Comparison, ...]:
     if after is None or is_unchanged(report):
         return ()
     rows = [
-        _compared("Step, wall clock", before.wall, after.wall, "both as a user calls them"),
+        _compared(baseline_rows.step_label(before.wall), before.wall, after.wall, "both as a user calls them"),
         _compared(
             "Step, after a rest",
             before.rested,

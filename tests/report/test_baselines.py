@@ -175,3 +175,11 @@ def test_a_row_that_was_not_run_has_dashes_and_its_reason():
     assert (row.wall, row.first_call, row.memory) == ("–", "–", "–")
     own = next(row for row in baseline_rows.baseline_rows(applied()) if row.name == "ours")
     assert own.against == "1.000×" and own.wall == shared_rows.units.duration(timing(15_520_000).median_ns)
+
+
+def test_the_row_of_the_step_names_the_clock_that_was_read() -> None:
+    report = applied()
+    assert shared_rows.comparisons(report)[0].name == "Step, wall clock"
+    assert report.before.wall is not None
+    by_cpu = replace(report, before=replace(report.before, wall=replace(report.before.wall, method="cpu_time")))
+    assert shared_rows.comparisons(by_cpu)[0].name == "Step, CPU time"

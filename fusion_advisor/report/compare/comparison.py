@@ -14,7 +14,7 @@ from typing import Literal
 
 from fusion_advisor import units
 from fusion_advisor.records import COMPILED, Gate, Report, Status, StepProfile, Timing
-from fusion_advisor.report import clocks, shared_rows
+from fusion_advisor.report import baseline_rows, clocks, shared_rows
 from fusion_advisor.report.compare.rewrites import RewriteChange, rewrite_changes
 from fusion_advisor.report.headline import kept_count
 
@@ -272,9 +272,12 @@ def _clock(a: Report, b: Report, a_step: StepProfile, b_step: StepProfile) -> Li
 def _steps(
     a: Report, b: Report, a_step: StepProfile, b_step: StepProfile, *, noise: float, is_blocked: bool
 ) -> Iterable[TimeChange]:
-    pairs = [("Step, wall clock", a_step.wall, b_step.wall), ("Step, device only", a_step.device, b_step.device)]
+    pairs = [
+        (baseline_rows.step_label(a_step.wall), a_step.wall, b_step.wall),
+        ("Step, device only", a_step.device, b_step.device),
+    ]
     if a.run_id != b.run_id and (a_step is not a.before or b_step is not b.before):
-        pairs += [("Eager step, wall clock", a.before.wall, b.before.wall)]
+        pairs += [(f"Eager s{step_label(a.before.wall)[1:]}", a.before.wall, b.before.wall)]
     for name, left, right in pairs:
         if left is None or right is None:
             continue
