@@ -272,10 +272,8 @@ def _clock(a: Report, b: Report, a_step: StepProfile, b_step: StepProfile) -> Li
 def _steps(
     a: Report, b: Report, a_step: StepProfile, b_step: StepProfile, *, noise: float, is_blocked: bool
 ) -> Iterable[TimeChange]:
-    pairs = [
-        (baseline_rows.step_label(a_step.wall), a_step.wall, b_step.wall),
-        ("Step, device only", a_step.device, b_step.device),
-    ]
+    step_label = baseline_rows.step_label
+    pairs = [(step_label(a_step.wall), a_step.wall, b_step.wall), ("Step, device only", a_step.device, b_step.device)]
     if a.run_id != b.run_id and (a_step is not a.before or b_step is not b.before):
         pairs += [(f"Eager s{step_label(a.before.wall)[1:]}", a.before.wall, b.before.wall)]
     for name, left, right in pairs:
