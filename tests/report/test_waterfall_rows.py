@@ -80,3 +80,14 @@ def test_a_run_without_a_second_side_has_no_rows() -> None:
     unchanged = replace(report, after=replace(report.before, label=shared_rows.UNCHANGED))
     for shown in (profiled(), unchanged, replace(report, after=None)):
         assert rows(shown) == () and sum_line(shown) == "" and waterfall(shown) is None
+
+
+def test_what_all_rewrites_save_together_is_not_called_a_second_measurement_on_a_cpu() -> None:
+    report = applied()
+    assert report.step_before is not None and report.step_after is not None
+    by_cpu = replace(
+        report, step_before=replace(report.step_before, method="cpu_time"),
+        step_after=replace(report.step_after, method="cpu_time", median_ns=report.step_after.median_ns - 1000),
+    )  # fmt: skip
+    assert "all together in the step" in [row.name for row in rows(by_cpu)]
+    assert not any("again" in row.name for row in rows(by_cpu))
