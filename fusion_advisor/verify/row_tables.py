@@ -28,7 +28,7 @@ def look_up(node: Node) -> tuple[Node, Node] | None:
         table, ids = args[0], args[1][0]
     else:
         return None
-    return (table, ids) if isinstance(table, Node) and isinstance(ids, Node) else None
+    return (table, ids) if isinstance(table, Node) and isinstance(ids, Node) and not _is_mask(ids) else None
 
 
 def row_tables(
@@ -97,6 +97,12 @@ def ids_of(tables: Mapping[int, Sequence[Node]]) -> dict[int, tuple[Node, ...]]:
 def _is_looked_up(table: Node, node: Node) -> bool:
     pair = look_up(node)
     return pair is not None and pair[0] is table and pair[1] is not table
+
+
+def _is_mask(ids: Node) -> bool:
+    """Whether an index chooses elements by true and false, not rows by their numbers."""
+    value = ids.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def _is_matrix(meta: TensorMeta) -> bool:

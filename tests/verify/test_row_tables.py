@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from fusion_advisor.verify.check_chain import check_chain, random_like
-from fusion_advisor.verify.row_tables import row_tables
+from fusion_advisor.verify.row_tables import look_up, row_tables
 from fusion_advisor.verify.special_inputs import perturbing
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
 from tests.verify.test_check_chain import chain_of
@@ -47,6 +47,17 @@ def test_what_is_read_in_another_way_too_is_no_table(name):
     assert not tables(chain) and not chain.rows_read([IDS, TABLE])
     (exact,) = chain.run([IDS, TABLE], as_float64=True)
     torch.testing.assert_close(exact, OTHERS[name](IDS, TABLE.double()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_found"), [(torch.int64, True), (torch.int32, True), (torch.bool, False), (torch.uint8, False)]
+)
+def test_a_mask_holds_no_row_numbers(dtype, is_found):
+    graph = torch.fx.Graph()
+    table, ids = graph.placeholder("table"), graph.placeholder("ids")
+    ids.meta["val"] = torch.zeros(100, dtype=dtype)
+    node = graph.call_function(torch.ops.aten.index.Tensor, (table, [ids]))
+    assert look_up(node) == ((table, ids) if is_found else None)
 
 
 def test_ids_below_zero_count_from_the_end():
