@@ -69,11 +69,11 @@ def test_a_crash_and_a_run_that_takes_too_long_are_rows(tmp_path):
 
 
 def test_what_all_rows_say_together():
-    behind = replace(ROW, name="b", ratio=2.0)
-    said = table.summary([ROW, behind])
-    assert "best other way 1.00" in said and "behind: b" in said and "missed by 10%" in said
-    assert table.markdown([ROW, behind]).index("| b |") < table.markdown([ROW, behind]).index("| a |")
-    assert len(ElementTree.fromstring(table.picture([ROW, behind])).findall(".//{*}rect")) == 3
+    slower = replace(ROW, name="b", ratio=2.0)
+    text = table.summary([ROW, slower])
+    assert "best other way 1.00" in text and "behind: b" in text and "missed by 10%" in text
+    assert table.markdown([ROW, slower]).index("| b |") < table.markdown([ROW, slower]).index("| a |")
+    assert len(ElementTree.fromstring(table.picture([ROW, slower])).findall(".//{*}rect")) == 3
 
 
 def test_the_zoo_goes_on_and_does_not_run_again_what_has_a_row(tmp_path, monkeypatch):

@@ -56,6 +56,7 @@ class Architecture:
 _LM = "AutoModelForCausalLM"
 _MASKED = "AutoModelForMaskedLM"
 _IMAGES = "AutoModelForImageClassification"
+_WINDOWS = {"depths": [2, 2], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4, "patch_size": 4, "image_size": 64}
 _STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 16, 24, 24], "embedding_size": 16}
 
 
@@ -147,14 +148,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "swin",
         "window attention",
         tiny_image=64,
-        tiny={
-            "depths": [2, 2],
-            "num_heads": [2, 4],
-            "embed_dim": 16,
-            "window_size": 4,
-            "patch_size": 4,
-            "image_size": 64,
-        },
+        tiny=_WINDOWS,
     ),
     "swinv2-windows": _vision(
         "swinv2",
@@ -162,14 +156,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         image=256,
         fields={"image_size": 256, "window_size": 8},
         tiny_image=64,
-        tiny={
-            "depths": [2, 2],
-            "num_heads": [2, 4],
-            "embed_dim": 16,
-            "window_size": 4,
-            "patch_size": 4,
-            "image_size": 64,
-        },
+        tiny=_WINDOWS,
     ),
     "convnext": _vision("convnext", "convolutions", tiny_image=64, tiny=_STAGES),
     "resnet": _vision("resnet", "convolutions", tiny_image=64, tiny=_STAGES | {"layer_type": "bottleneck"}),

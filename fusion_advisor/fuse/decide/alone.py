@@ -69,8 +69,8 @@ Estimates missed by 3 to 14 % (``docs/measured.md``)."""
 _SHARE = 0.5
 """Of the least gain: what is left out saves less than that together, so that it decides about no small gains either."""
 _ROUND_NOISE = 0.05
-"""Of a step: by how much one differs from itself at best, in one round on a CPU; of n rounds the root of n-th part. Idle, eight
-rounds of GPT-2 differed by 2.3 and 3.6 % (``docs/measurements/cpu_clock.md``)."""
+"""Of a step: by how much one differs from itself at best, in one round on a CPU; n rounds divide it by the root of n. Eight
+rounds of GPT-2 differed by 2.3 % in the quietest of ten runs (``docs/measurements/first_minutes.md``)."""
 
 
 def not_worth_the_step(alone: Mapping[str, Difference], *, step_ns: float, min_gain: float, rounds: int) -> dict[str, Verdict]:

@@ -13,6 +13,7 @@ from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.timing.wall_timer import as_timing
 from tests.fuse.decide.test_keep_rule import clock, decided  # noqa: F401
 from tests.report.fixtures import applied
+from tests.timing.planted import PlantedTimer
 
 GAIN = Difference(median_ns=-20_000, low_ns=-22_000, high_ns=-18_000)
 
@@ -138,13 +139,13 @@ def test_longer_timing_is_in_vain_where_the_noise_left_hides_every_open_rewrite(
     assert is_longer_in_vain([kept], {}, noise_ns=0.0, times_longer=4.0)
 
 
-def test_a_loud_step_is_timed_for_longer_only_where_that_may_tell_something(clock):  # noqa: F811
+def test_a_loud_step_is_timed_for_longer_only_where_that_may_tell_something():
     def turns(idle_alone):
-        told = []
+        shown = []
         decided(
-            clock, {"gelu": -20_000, "idle": 0}, noise=0.2, min_gain=0.0015, budget_s=0.1,
-            alone={"gelu": GAIN, "idle": idle_alone}, step=lambda *row: told.append(row),
+            PlantedTimer(), {"gelu": -20_000, "idle": 0}, noise=0.2, min_gain=0.0015, budget_s=0.1,
+            alone={"gelu": GAIN, "idle": idle_alone}, step=lambda *row: shown.append(row),
         )  # fmt: skip
-        return len(told)
+        return len(shown)
 
     assert turns(span(-900_000, 900)) > 1.5 * turns(span(-900, 900))
