@@ -16,7 +16,7 @@ extern "C" void fa_add_layernorm_4c0549(const float *__restrict x, const float *
         float *__restrict out, int64_t rows, int64_t cols, int64_t x_row_stride, int64_t residual_row_stride,
         int64_t total_row_stride, int64_t out_row_stride, int threads) {
   const float eps = 1e-05f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows; ++row) {
     const float *x_row = x + row * x_row_stride;

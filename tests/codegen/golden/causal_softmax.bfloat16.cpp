@@ -83,7 +83,7 @@ extern "C" void fa_causal_softmax_4d2abb(const uint16_t *__restrict x, uint16_t 
         int64_t n1, int64_t cols, int64_t x_i0_stride, int64_t x_i1_stride, int64_t out_i0_stride,
         int64_t out_i1_stride, int threads) {
   const float scale = 0.08838834764831845f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   {
     const std::unique_ptr<float[]> exponential_buffer(new float[cols]);

@@ -107,7 +107,7 @@ static constexpr int64_t kParallelFrom = 16384;
 extern "C" void fa_cross_entropy_abbc50(const int64_t *__restrict targets, const float *__restrict logits,
         float *__restrict loss, int64_t rows, int64_t cols, int64_t logits_0_row_stride,
         int64_t logits_1_row_stride, int64_t logits_extent, int64_t *__restrict wrong, int threads) {
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows; ++row) {
     const float *logits_0_row = logits + row * logits_0_row_stride;

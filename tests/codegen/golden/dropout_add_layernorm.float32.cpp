@@ -44,7 +44,7 @@ extern "C" void fa_dropout_add_layernorm_f4dcca(const float *__restrict residual
         int64_t residual_row_stride, int64_t x_row_stride, int64_t total_row_stride, int64_t out_row_stride,
         int64_t element_row_stride, int threads) {
   const float eps = 1e-05f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (rows * cols >= kParallelFrom)
   {
     const std::unique_ptr<float[]> sum_buffer(new float[cols]);

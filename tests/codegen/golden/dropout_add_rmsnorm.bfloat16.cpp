@@ -66,7 +66,7 @@ extern "C" void fa_dropout_add_rmsnorm_d7f85e(const uint16_t *__restrict residua
         int64_t residual_row_stride, int64_t x_row_stride, int64_t total_row_stride, int64_t out_row_stride,
         int64_t element_row_stride, int threads) {
   const float eps = 1e-06f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (rows * cols >= kParallelFrom)
   {
     const std::unique_ptr<float[]> sum_buffer(new float[cols]);

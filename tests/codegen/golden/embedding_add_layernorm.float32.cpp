@@ -38,7 +38,7 @@ extern "C" void fa_embedding_add_layernorm_a8c8d8(const int64_t *__restrict ids,
         int64_t words_extent, int64_t types_extent, int64_t positions_extent, int64_t *__restrict wrong,
         int threads) {
   const float eps = 1e-12f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   {
     const std::unique_ptr<float[]> sum_buffer(new float[cols]);

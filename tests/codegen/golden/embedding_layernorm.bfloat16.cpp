@@ -55,7 +55,7 @@ extern "C" void fa_embedding_layernorm_2118d1(const int64_t *__restrict ids, con
         int64_t rows, int64_t cols, int64_t table_step, int64_t out_row_stride, int64_t table_extent,
         int64_t *__restrict wrong, int threads) {
   const float eps = 1e-05f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows; ++row) {
     uint16_t *out_row = out + row * out_row_stride;

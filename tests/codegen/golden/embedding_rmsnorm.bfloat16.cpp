@@ -57,7 +57,7 @@ extern "C" void fa_embedding_rmsnorm_5f133b(const int64_t *__restrict ids, const
         int64_t rows_2, int64_t cols, int64_t table_step, int64_t rows_row_stride, int64_t out_row_stride,
         int64_t table_extent, int64_t *__restrict wrong, int threads) {
   const float eps = 1e-06f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows_2 * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows_2; ++row) {
     uint16_t *rows_row = rows + row * rows_row_stride;

@@ -84,7 +84,7 @@ extern "C" void fa_groupnorm_silu_0e8457(const uint16_t *__restrict x, const uin
         int64_t x_i0_stride, int64_t x_i1_stride, int64_t weight_i1_stride, int64_t bias_i1_stride,
         int64_t out_i0_stride, int64_t out_i1_stride, int64_t weight_extent, int threads) {
   const float eps = 1e-05f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   for (int64_t i0 = 0; i0 < n0; ++i0) {
     for (int64_t i1 = 0; i1 < n1; ++i1) {

@@ -93,7 +93,7 @@ static constexpr int64_t kParallelFrom = 16384;
 // Outputs must not overlap inputs. Sizes and strides count elements.
 extern "C" void fa_log_softmax_ee086a(const float *__restrict x, float *__restrict out, int64_t rows,
         int64_t cols, int64_t x_row_stride, int64_t out_row_stride, int threads) {
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows; ++row) {
     const float *x_row = x + row * x_row_stride;

@@ -83,7 +83,7 @@ extern "C" void fa_masked_softmax_additive_c33a38(const uint16_t *__restrict sco
         int64_t scores_i0_stride, int64_t scores_i1_stride, int64_t mask_i0_stride, int64_t out_i0_stride,
         int64_t out_i1_stride, int threads) {
   const float scale = 0.5f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   {
     const std::unique_ptr<float[]> exponential_buffer(new float[cols]);

@@ -75,7 +75,7 @@ extern "C" void fa_masked_softmax_boolean_407055(const bool *__restrict mask, co
         int threads) {
   const float scale = 0.125f;
   const float blocked = -INFINITY;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   {
     const std::unique_ptr<float[]> exponential_buffer(new float[cols]);

@@ -47,7 +47,7 @@ extern "C" void fa_qk_norm_rope_663f41(const uint16_t *__restrict weight, const 
         int64_t sin_1_offset, int64_t out_0_i0_stride, int64_t out_0_i1_stride, int64_t out_1_i0_stride,
         int64_t out_1_i1_stride, int64_t out_1_offset, int threads) {
   const float eps = 1e-06f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   for (int64_t i0 = 0; i0 < n0; ++i0) {
     for (int64_t i1 = 0; i1 < n1; ++i1) {

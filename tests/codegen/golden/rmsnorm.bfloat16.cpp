@@ -43,7 +43,7 @@ extern "C" void fa_rmsnorm_d3290a(const uint16_t *__restrict weight, const uint1
         uint16_t *__restrict out, int64_t rows, int64_t cols, int64_t x_row_stride, int64_t out_row_stride,
         int threads) {
   const float eps = 1e-06f;
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows; ++row) {
     const uint16_t *x_row = x + row * x_row_stride;

@@ -80,7 +80,7 @@ static constexpr int64_t kParallelFrom = 16384;
 // Outputs must not overlap inputs. Sizes and strides count elements.
 extern "C" void fa_softmax_ebbf60(const uint16_t *__restrict x, uint16_t *__restrict out, int64_t rows,
         int64_t cols, int64_t x_row_stride, int64_t out_row_stride, int threads) {
-  constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
+  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (rows * cols >= kParallelFrom)
   {
     const std::unique_ptr<float[]> exponential_buffer(new float[cols]);
