@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ class Settings:
     log_path: Path | None = None
     sources: dict[str, str] = field(default_factory=dict)
     """Sources of options that were not given as flags, by parameter; see :mod:`fusion_advisor.cli.common.config`."""
+    started_ns: int = field(default_factory=time.monotonic_ns)
+    """The command's start on the monotonic clock: a line of the log says how long after it was written."""
 
     def out(self) -> Console:
         """The console for results."""
@@ -44,7 +47,8 @@ class Settings:
         return build_console(sys.stderr, self.color, is_live=is_live)
 
     def write_log(self, text: str) -> None:
-        """Add a line to ``log.txt``, now or as soon as there is one."""
+        """Add a line to ``log.txt``, now or as soon as there is one, with the seconds since the command's start in front."""
+        text = f"{(time.monotonic_ns() - self.started_ns) / 1e9:8.2f}  {text}"
         if self.log_path is None:
             self.log.append(text)
             return
