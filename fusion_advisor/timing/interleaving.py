@@ -283,6 +283,16 @@ def is_known(share: float) -> Callable[[list[list[int]]], bool]:
     return found
 
 
+def is_precise(share: float, least: int) -> Callable[[list[list[int]]], bool]:
+    """Return the question whether each candidate is known to within a share of its time, by so many rounds at least."""
+
+    def found(times: list[list[int]]) -> bool:
+        spans = list(map(median_interval, times)) if len(times[0]) >= least else []
+        return bool(spans) and all(high - low <= 2 * share * middle for middle, low, high in spans)
+
+    return found
+
+
 def compare_alone(
     before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3, timer: HostTimer | None = None
 ) -> tuple[Timing, Timing]:

@@ -48,11 +48,6 @@ def changes(
     return seen if seen and is_final(seen) else _read(times, 1 - (1 - _SPENT) * (1 - confidence), difference)
 
 
-def changes_at_once(times: Sequence[Sequence[int]], confidence: float) -> tuple[Change, ...]:
-    """Return what each rewrite changes where nobody looked before the end."""
-    return _read(times, confidence, difference)
-
-
 def at_look(times: Sequence[Sequence[int]], confidence: float) -> tuple[Change, ...]:
     """Return what each rewrite changes where a look is due after this many rounds; nothing where none is."""
     if len(times[0]) not in ROUNDS:

@@ -47,7 +47,9 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 6, 200
 _UNTIMED_ROUNDS = 6
 """Of a step whose rewrites stay whatever their time: enough for the report to show the step, before and after."""
 _FEW_ROUNDS = 20
-"""Of a step that has no rewrite to judge: for its time and its noise."""
+"""Of a step that has no rewrite to judge, for its time and its noise; the fewest of one that is only to be known."""
+_PRECISE = 0.001
+"""Share of a step's time. The interval of its median is no further away when no more rounds are made to know it."""
 
 
 def keep_all(bench: Bench, candidates: Sequence[Candidate]) -> Decision:
@@ -200,8 +202,9 @@ def _timed_twice(
     """Time two steps of a runner against each other, after rests where the power limit throttles them."""
     rest = runner.rest(calls)
     one, other = interleaving.interleave(
-        calls, rounds=rounds, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
-    )
+        calls, rounds=rounds, budget_s=budget_s, rest=rest, is_decided=interleaving.is_precise(_PRECISE, _FEW_ROUNDS),
+        on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
+    )  # fmt: skip
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
 
 

@@ -87,13 +87,11 @@ class StepRunner:
         return interleaving.is_quiet(min_gain if self.on_cuda else max(min_gain, _CPU_NOISE), confidence)
 
     def is_decided(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
-        """Return whether a look at the rounds so far decides each rewrite (``timing.looks``); on a GPU none is taken."""
-        return lambda times: not self.on_cuda and len(times) > 2 and _is_clear(looks.at_look(times, confidence), min_gain)
+        """Return whether a look at the rounds so far decides each rewrite (``timing.looks``)."""
+        return lambda times: len(times) > 2 and _is_clear(looks.at_look(times, confidence), min_gain)
 
     def changes(self, times: Sequence[Sequence[int]], min_gain: float, confidence: float) -> tuple[looks.Change, ...]:
         """Return what each rewrite changes, by rounds that may have ended at a look."""
-        if self.on_cuda:
-            return looks.changes_at_once(times, confidence)
         return looks.changes(times, confidence, lambda seen: _is_clear(seen, min_gain))
 
     def forget(self) -> None:
