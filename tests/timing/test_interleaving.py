@@ -253,6 +253,14 @@ def test_ways_are_known_when_the_intervals_of_the_quicker_ones_are_narrow():
     assert not known([narrow, slow, slow])  # two are the quicker half of three
 
 
+def test_steps_are_precise_where_each_is_known_by_enough_rounds():
+    precise = interleaving.is_precise(0.001, 20)
+    narrow, wide = [100_000 + number % 20 for number in range(30)], [100_000 + 50 * (number % 20) for number in range(30)]
+    assert precise([narrow, narrow])
+    assert not precise([narrow, wide]) and not precise([wide, narrow])
+    assert not precise([narrow[:19], narrow[:19]])
+
+
 def test_a_difference_is_after_minus_before():
     change = difference([100] * 20, [70] * 20)
     assert (change.median_ns, change.low_ns, change.high_ns) == (-30, -30, -30)
