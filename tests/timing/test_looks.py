@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fusion_advisor.fuse.decide.step_runner import _is_clear
+from fusion_advisor.fuse.decide.step_runner import is_clear
 from fusion_advisor.records import Status
 from fusion_advisor.timing import looks
 from tests.fuse.decide.test_keep_rule import STEP_NS, clock, decided  # noqa: F401
@@ -81,11 +81,11 @@ def change(low_ns, high_ns, noise_ns=1_000):
     ],
 )
 def test_what_ends_a_comparison(spans, is_clear):
-    assert _is_clear([change(*span) for span in spans], 0.005) is is_clear
+    assert is_clear([change(*span) for span in spans], 0.005) is is_clear
 
 
 def test_a_loud_step_is_not_decided_by_a_gain_within_its_noise():
-    assert not _is_clear([change(-60_000, -50_000, noise_ns=55_000)], 0.005)
+    assert not is_clear([change(-60_000, -50_000, noise_ns=55_000)], 0.005)
 
 
 def test_a_clear_gain_takes_a_few_rounds(clock):  # noqa: F811

@@ -88,11 +88,11 @@ class StepRunner:
 
     def is_decided(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
         """Return whether a look at the rounds so far decides each rewrite (``timing.looks``)."""
-        return lambda times: len(times) > 2 and _is_clear(looks.at_look(times, confidence), min_gain)
+        return lambda times: len(times) > 2 and is_clear(looks.at_look(times, confidence), min_gain)
 
     def changes(self, times: Sequence[Sequence[int]], min_gain: float, confidence: float) -> tuple[looks.Change, ...]:
         """Return what each rewrite changes, by rounds that may have ended at a look."""
-        return looks.changes(times, confidence, lambda seen: _is_clear(seen, min_gain))
+        return looks.changes(times, confidence, lambda seen: is_clear(seen, min_gain))
 
     def forget(self) -> None:
         """Free the graphs of the tournament before the confirmation records its own."""
@@ -101,7 +101,7 @@ class StepRunner:
             torch.cuda.empty_cache()
 
 
-def _is_clear(seen: Sequence[looks.Change], min_gain: float) -> bool:
+def is_clear(seen: Sequence[looks.Change], min_gain: float) -> bool:
     """Whether each rewrite is kept, or is no gain of the least share, and what others there are need no longer look together."""
     left = [
         one for one in seen

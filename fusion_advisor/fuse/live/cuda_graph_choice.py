@@ -13,15 +13,16 @@ import torch
 
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.keep_rule import PATIENCE
+from fusion_advisor.fuse.decide.step_runner import is_clear
 from fusion_advisor.fuse.decide.verdict import Verdict, is_unclear, once_more, untimed, verdict_of
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.registry import row_of
 from fusion_advisor.records import GraphBreak, GraphRewrite, Status
-from fusion_advisor.timing import interleaving
+from fusion_advisor.timing import interleaving, looks
 from fusion_advisor.timing.clock_sampler import is_held_down
 from fusion_advisor.timing.host_timer import HostTimer, WallTimer
-from fusion_advisor.timing.wall_timer import median_interval, nothing
+from fusion_advisor.timing.wall_timer import nothing
 
 
 def why_no_graph(breaks: Sequence[GraphBreak], runs: Sequence[int]) -> str | None:
@@ -67,7 +68,7 @@ def choose_graph(
         min_gain: share of the step that must be saved.
         confidence: of the interval.
         rounds: the most rounds.
-        budget_s: seconds of timing; twice as many once more where that is too little to tell.
+        budget_s: seconds of timing, fewer where a look decides; twice as many once more where that is too little to tell.
         least_s: seconds for each side at least, beyond ``rounds`` and ``budget_s``.
         wait: returns when the device has nothing left to do.
         on_cuda: whether that is a GPU, whose power limit may throttle it.
@@ -144,15 +145,15 @@ class _Sides:
     def compare(self, rule: _Rule, seconds: float) -> tuple[Verdict, float]:
         """Return the verdict of so many seconds of timing, and the step without the graph in nanoseconds."""
         with torch.no_grad():
-            control, before, after = interleaving.interleave(
+            times = interleaving.interleave(
                 [self.plain, self.plain, self.with_graph], rounds=rule.rounds, budget_s=seconds, least_s=3 * rule.least_s,
                 most_s=PATIENCE * seconds, rest=rule.rest, is_settled=interleaving.is_quiet(rule.min_gain, rule.confidence),
+                is_decided=lambda times: is_clear(looks.at_look(times, rule.confidence), rule.min_gain),
                 on_cuda=False, before=self.rewind, timer=rule.timer,
             )  # fmt: skip
-        step_ns = median_interval(before)[0]
-        change = interleaving.difference(before, after, rule.confidence)
-        noise_ns = interleaving.noise_ns(control, before, rule.confidence)
-        return verdict_of(CUDA_GRAPH.id, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=rule.min_gain), step_ns
+        (one,) = looks.changes(times, rule.confidence, lambda seen: is_clear(seen, rule.min_gain))
+        verdict = verdict_of(CUDA_GRAPH.id, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=rule.min_gain)
+        return verdict, one.step_ns
 
 
 def _switched(graphs: Graphs, verdict: Verdict, predicted_ns: int | None) -> GraphRewrite:

@@ -26,7 +26,7 @@ def chosen():
     """Decide on a simulated clock: a step takes ``plain_ns``, a replay ``graph_ns``."""
     clock = PlantedTimer()
 
-    def choose(plain_ns, graph_ns, recorder=None, device_ns=None):
+    def choose(plain_ns, graph_ns, recorder=None, device_ns=None, rounds=20, budget_s=1.0):
         model, args = toy()
         with torch.no_grad():
             fused = graphed_model(model, args, recorder=recorder or FakeRecorder())
@@ -45,8 +45,8 @@ def chosen():
             call,
             min_gain=0.005,
             confidence=0.95,
-            rounds=20,
-            budget_s=1.0,
+            rounds=rounds,
+            budget_s=budget_s,
             wait=lambda: None,
             on_cuda=False,
             device_ns=device_ns,
@@ -54,6 +54,7 @@ def chosen():
         )
         return fused, row
 
+    choose.clock = clock
     return choose
 
 
@@ -69,6 +70,15 @@ def test_the_step_is_expected_to_come_down_to_the_devices_own_time(chosen):
     assert chosen(10_000_000, 2_000_000)[1].predicted_saving_ns is None
     assert chosen(10_000_000, 2_000_000, device_ns=1_800_000)[1].predicted_saving_ns == 8_200_000
     assert chosen(4_000_000, 4_100_000, device_ns=4_050_000)[1].predicted_saving_ns == 0
+
+
+def test_a_clear_gain_ends_at_a_look_and_one_that_is_open_does_not(chosen):
+    _, row = chosen(40_000_000, 8_000_000, rounds=200, budget_s=60.0)
+    assert row.status is Status.KEPT
+    assert chosen.clock.seconds() < 2.0  # ten rounds of 88 ms, where 200 were allowed
+    begun_s = chosen.clock.seconds()
+    chosen(40_000_000, 39_800_000, rounds=200, budget_s=60.0)
+    assert chosen.clock.seconds() - begun_s > 200 * 0.119
 
 
 def test_a_gain_that_is_too_little_to_tell_is_looked_at_once_more(chosen, monkeypatch):
