@@ -131,3 +131,38 @@ def test_an_unknown_rule_is_a_mistake_of_the_users():
     with pytest.raises(UsageError, match="--keep fast is not known"):
         ApplyOptions(keep="fast")
     assert ApplyOptions().is_timed and not ApplyOptions(keep="verified").is_timed
+
+
+class Scan(torch.nn.Module):
+    """A state per token from the ones before it, as Mamba's plain PyTorch, and a gate on the result."""
+
+    def forward(self, decay, x):
+        from torch._higher_order_ops.associative_scan import associative_scan
+
+        if torch.compiler.is_compiling():
+
+            def combine(left, right):
+                return left[0] * right[0], right[0] * left[1] + right[1]
+
+            _, states = associative_scan(combine, (decay, x), dim=1, combine_mode="generic")
+        else:
+            state, each = torch.zeros_like(x[:, 0]), []
+            for step in range(x.shape[1]):
+                state = decay[:, step] * state + x[:, step]
+                each.append(state)
+            states = torch.stack(each, 1)
+        return torch.nn.functional.silu(states) * x
+
+
+def test_an_associative_scan_is_fused():
+    torch.manual_seed(0)
+    model, given = Scan().eval(), (torch.rand(2, 16, 32), torch.randn(2, 16, 32))
+    expected = model(*given)
+    with torch.no_grad(), fusion_advisor.apply(model, given, keep="verified", compile=False) as fused:
+        torch.testing.assert_close(model(*given), expected)
+        assert fused.launches > 0
+        other = (torch.rand(2, 16, 32), torch.randn(2, 16, 32))
+        launched = fused.launches
+        found = model(*other)
+        assert fused.launches > launched
+    torch.testing.assert_close(found, model(*other))

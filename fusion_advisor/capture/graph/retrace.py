@@ -9,10 +9,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.dedupe import retrace_distinct
+from fusion_advisor.capture.graph.func_transforms import without_transforms
 from fusion_advisor.capture.graph.fx_nodes import source_of, storages, tensors_of, written_storages
 from fusion_advisor.capture.graph.outer_product import multiply_outer_products
 from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, split_bias
-from fusion_advisor.runtime.torch_internals import aten_ops, dispatcher, dynamo, fake_mode, fx_trace
+from fusion_advisor.runtime.torch_internals import aten_ops, dynamo, fake_mode, fx_trace
 
 _aten = torch.ops.aten
 
@@ -26,11 +27,11 @@ def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphM
 
 def retrace(graph_module: GraphModule) -> GraphModule:
     """Retrace a dynamo graph into ATen ops that keep their module paths and source lines; see also ``split_bias``."""
+    graph_module = without_transforms(graph_module)
     traced = retrace_distinct(graph_module)
     if traced is None:
         interpreter = torch.fx.Interpreter(graph_module)
         traced = fx_trace.retrace_to_aten(interpreter.run, dynamo.placeholder_values(graph_module))
-    _leave_out_what_transforms_left(traced)
     _refuse_untraced(traced)
     _let_idle_dropout_return_its_input(traced)
     _change_no_layout_in_place(traced)
@@ -53,23 +54,12 @@ _LAYOUT_IN_PLACE: dict[Any, Any] = {
 """Ops that write no memory but give a tensor other sizes and strides, and the views that say the same."""
 
 
-def _leave_out_what_transforms_left(graph_module: GraphModule) -> None:
-    """Drop the ops that ``vmap`` traced at its own level besides the real ops: nothing reads them, and they have no memory.
-
-    Mamba's ``associative_scan`` leaves two dozen of them in each layer.
-    """
-    for node in reversed(graph_module.graph.nodes):
-        is_unread = node.op in ("call_function", "get_attr") and not node.users
-        if is_unread and any(map(dispatcher.is_wrapped, tensors_of(node.meta.get("val")))):
-            graph_module.graph.erase_node(node)
-
-
 class NotTraced(Exception):
     """A graph reads what tracing computed without a trace of how; the text says where."""
 
 
 def _refuse_untraced(graph_module: GraphModule) -> None:
-    """Refuse a graph that holds fake tensors: what was computed under ``vmap`` was taken for constants.
+    """Refuse a graph that holds fake tensors: what was computed under a transform was taken for constants.
 
     What no output and no write comes from may stay.
 
@@ -85,7 +75,7 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
             reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
             file, line, _ = source_of(reader)
             where = f" ({file}:{line})" if file else ""
-            detail = "reads what vmap or associative_scan computes: tracing does not follow it"
+            detail = "reads what a transform of torch.func computes: tracing does not follow it"
             raise NotTraced(f"`{reader.name}`{where} {detail}")
 
 

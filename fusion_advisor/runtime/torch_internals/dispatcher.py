@@ -37,11 +37,6 @@ _NO_FUNCTION = torch._C._disabled_torch_function_impl
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
-def is_wrapped(value: torch.Tensor) -> bool:
-    """Whether a tensor is ``vmap``'s (or another transform's) view of one, and has no storage of its own."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
-
-
 @contextlib.contextmanager
 def linear_in_one_step() -> Iterator[None]:
     """Let dynamo compute the fake result of a linear layer as that of one op: 6 % less time for 32 layers of Llama.

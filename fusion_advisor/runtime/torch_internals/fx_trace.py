@@ -24,13 +24,18 @@ def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph, *, class_nam
     return _LazyGraphModule(root, graph, class_name=class_name)
 
 
-def retrace_to_aten(function: Callable[..., Any], fake_inputs: list[Any]) -> torch.fx.GraphModule:
+def retrace_to_aten(
+    function: Callable[..., Any], fake_inputs: list[Any], *, is_transformed: bool = False
+) -> torch.fx.GraphModule:
     """Trace ``function`` on fake tensors into ATen ops as the model calls them, before autograd and decomposition.
+
+    With ``is_transformed`` they are those that ``vmap`` and other transforms make of them, below autograd: composite ops are
+    decomposed.
 
     Source lines and module stacks of the nodes that are being interpreted are kept (``preserve_node_meta``).
     """
     with preserve_node_meta(), fake_mode_of(fake_inputs), _outside_tracing_context():
-        traced: torch.fx.GraphModule = make_fx(function, pre_dispatch=True)(*fake_inputs)
+        traced: torch.fx.GraphModule = make_fx(function, pre_dispatch=not is_transformed)(*fake_inputs)
     return traced
 
 

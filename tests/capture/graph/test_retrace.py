@@ -1,4 +1,4 @@
-"""What a trace is mended in: dropouts that drop nothing, and what is computed under vmap."""
+"""What a trace is mended in: dropouts that drop nothing, and what a transform computes."""
 
 from __future__ import annotations
 
@@ -46,20 +46,6 @@ def test_dropout_that_is_on_computes():
     assert live and all(op.op_class is not OpClass.VIEW for op in live)
 
 
-def scanned(x):
-    """As Mamba: each token's state from the ones before it."""
-    from torch._higher_order_ops.associative_scan import associative_scan
-
-    def combine(left, right):
-        return left[0] * right[0], right[0] * left[1] + right[1]
-
-    return associative_scan(combine, (x, x * 2), dim=1, combine_mode="generic")
-
-
-def masked(x):
-    return x * torch.vmap(lambda row: row >= 2)(torch.arange(8))[:, None]
-
-
 class Calling(torch.nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -69,10 +55,10 @@ class Calling(torch.nn.Module):
         return self.function(x)
 
 
-@pytest.mark.parametrize("function", [scanned, masked])
-def test_what_vmap_computes_is_refused_and_never_taken_for_a_constant(function):
-    with pytest.raises(CannotCapture, match=r"test_retrace.py:\d+\) reads what vmap or associative_scan computes"):
-        capture_regions(Calling(function), (torch.randn(2, 8, 4),), {})
+def test_what_a_transform_computes_after_its_end_is_refused_and_never_taken_for_a_constant():
+    """``jacrev`` calls the backward pass when the level that recorded it is left."""
+    with pytest.raises(CannotCapture, match=r"vmap.py:\d+\) reads what a transform of torch.func computes"):
+        capture_regions(Calling(lambda x: torch.func.jacrev(torch.sin)(x[0, 0])), (torch.randn(2, 8, 4),), {})
 
 
 def test_what_vmap_computes_in_vain_is_left_out():

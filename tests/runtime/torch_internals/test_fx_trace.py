@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._guards import TracingContext
 
-from fusion_advisor.runtime.torch_internals import dynamo, fx_trace
+from fusion_advisor.runtime.torch_internals import dynamo, fake_mode, fx_trace
 from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
 from tests.tiny import Toy
 
@@ -20,6 +20,13 @@ def test_a_lazy_graph_module_generates_its_code_when_it_is_needed():
     assert torch.fx.Interpreter(made).run(1) == 2 and not generated
     assert made(torch.tensor(1)) == 2 and generated
     assert "torch.add" in made.code
+
+
+def test_a_trace_below_autograd_has_the_batched_ops_of_vmap():
+    rows = fake_mode.fake_tensors([torch.zeros(2, 3)])
+    graph = fx_trace.retrace_to_aten(torch.vmap(lambda row: row.exp() + 1), rows, is_transformed=True)
+    x = torch.randn(2, 3)
+    assert torch.equal(graph(x), x.exp() + 1)
 
 
 class _Telling(torch.fx.graph.CodeGen):
