@@ -4,11 +4,12 @@
 level of the transform, tensors put into it and taken out, and the ops in between as the transformed function calls them. Traced
 above autograd, what is computed there is lost. So each such stretch is traced by itself below autograd, where the transform has
 made batched ops, or a backward pass, of every op; the ops of that trace take the place of the stretch. Equal stretches are
-traced once.
+traced once. A scan that dynamo left as one op (``combine_mode="pointwise"``, on a GPU) is written out in its levels likewise.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,65 +31,90 @@ def without_transforms(graph_module: GraphModule) -> GraphModule:
     Args:
         graph_module: dynamo's, with the fake tensors that it was traced on (``example_value``).
     """
-    if not any(_name(node).endswith(_IN) for node in graph_module.graph.nodes):
+    if not any(_name(node).endswith(_IN) or _is_scan(node) for node in graph_module.graph.nodes):
         return graph_module
-    graph = Graph()
-    changed = GraphModule(graph_module, graph)
-    copies: dict[Node, Node] = {}
-    traced: dict[Any, GraphModule] = {}
+    plain = _Plain(graph_module)
     stretch: list[Node] = []
     depth = 0
     for node in graph_module.graph.nodes:
-        if _name(node) == _LOADS:
-            continue
-        depth += (_name(node).endswith(_IN)) - (_name(node).endswith(_OUT))
-        if depth or stretch:
+        depth += _name(node).endswith(_IN) - _name(node).endswith(_OUT)
+        if depth:
             stretch.append(node)
-        if depth or _name(node).endswith(_OUT):
-            if not depth:
-                _put_plain(stretch, changed, copies, traced)
-                stretch = []
-            continue
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    changed.recompile()
-    return changed
+        elif stretch:
+            plain.put([*stretch, node])
+            stretch = []
+        elif _is_scan(node):
+            plain.put([node.args[0], node, *node.users])
+        elif _name(node) != _LOADS and not _is_read_by_scans(node):
+            plain.keep(node)
+    return plain.finished()
+
+
+def _is_scan(node: Node) -> bool:
+    """Whether it is a scan whose levels are not written out yet, with items of its result as its only users."""
+    return fx_trace.is_associative_scan(node) and all(user.target is operator.getitem for user in node.users)
+
+
+def _is_read_by_scans(node: Node) -> bool:
+    return node.op == "get_attr" and bool(node.users) and all(map(_is_scan, node.users))
 
 
 def _name(node: Node) -> str:
     return str(getattr(node.target, "__name__", "")) if node.op == "call_function" else ""
 
 
-def _put_plain(stretch: Sequence[Node], changed: GraphModule, copies: dict[Node, Node], traced: dict[Any, GraphModule]) -> None:
-    """Append the plain ops of a stretch to a graph, and note which node has the value of each node that is read outside."""
-    inside = set(stretch)
-    inputs = list(dict.fromkeys(source for node in stretch for source in node.all_input_nodes if source not in inside))
-    results = [node for node in stretch if any(user not in inside for user in node.users)]
-    key = _key(stretch, inputs, results)
-    if key not in traced:
-        traced[key] = _traced(stretch, inputs, results, changed)
-    plain = traced[key]
-    values: dict[Node, Node] = {}
-    given = iter(inputs)
-    for node in plain.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = copies[next(given)]
-        elif node.op == "output":
-            for result, value in zip(results, node.args[0], strict=True):
-                copies[result] = values[value]
-        else:
-            values[node] = _copy(node, plain, changed, values)
-            values[node].meta.update({name: stretch[0].meta[name] for name in _ORIGIN if name in stretch[0].meta})
+class _Plain:
+    """Makes the graph without transforms.
 
+    Args:
+        owner: dynamo's graph, which has the attributes that its nodes name.
+    """
 
-def _copy(node: Node, plain: GraphModule, changed: GraphModule, values: dict[Node, Node]) -> Node:
-    copied = changed.graph.node_copy(node, values.__getitem__)
-    copied.meta = {"example_value": node.meta["val"]} if "val" in node.meta else {}
-    if node.op == "get_attr":
-        held = getattr(plain, str(node.target))
-        names = (f"_held_{number}" for number in range(len(changed._buffers) + 1))
-        copied.target = next(name for name in names if not hasattr(changed, name))
-        changed.register_buffer(copied.target, held)
-    return copied
+    def __init__(self, owner: GraphModule) -> None:
+        self._owner = owner
+        self._graph = Graph()
+        self._copies: dict[Node, Node] = {}
+        self._traced: dict[Any, GraphModule] = {}
+        self._held: dict[str, Any] = {}
+
+    def keep(self, node: Node) -> None:
+        """Append a node as it is, unless a stretch had it already."""
+        if node not in self._copies:
+            self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+            if node.op in ("get_attr", "call_module"):
+                self._held[str(node.target)] = operator.attrgetter(str(node.target))(self._owner)
+
+    def put(self, stretch: Sequence[Node]) -> None:
+        """Append the plain ops of a stretch, and note which node has the value of each node that is read outside."""
+        inside = set(stretch)
+        inputs = list(dict.fromkeys(source for node in stretch for source in node.all_input_nodes if source not in inside))
+        results = [node for node in stretch if any(user not in inside for user in node.users)]
+        key = _key(stretch, inputs, results)
+        if key not in self._traced:
+            self._traced[key] = _trace(stretch, inputs, results, self._owner)
+        plain = self._traced[key]
+        values: dict[Node, Node] = {}
+        given = iter(inputs)
+        for node in plain.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = self._copies[next(given)]
+            elif node.op == "output":
+                self._copies.update((result, values[value]) for result, value in zip(results, node.args[0], strict=True))
+            else:
+                values[node] = self._copied(node, plain, values)
+                values[node].meta.update({name: stretch[0].meta[name] for name in _ORIGIN if name in stretch[0].meta})
+
+    def _copied(self, node: Node, plain: GraphModule, values: dict[Node, Node]) -> Node:
+        copied = self._graph.node_copy(node, values.__getitem__)
+        copied.meta = {"example_value": node.meta["val"]} if "val" in node.meta else {}
+        if node.op == "get_attr":
+            copied.target = f"_held_by_transform_{len(self._held)}"
+            self._held[copied.target] = getattr(plain, str(node.target))
+        return copied
+
+    def finished(self) -> GraphModule:
+        """Return the graph with all that was appended."""
+        return GraphModule(self._held, self._graph)
 
 
 def _key(stretch: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node]) -> Any:
@@ -101,11 +127,13 @@ def _key(stretch: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node
     return code, layouts, tuple(numbers[node] for node in results)
 
 
-def _traced(stretch: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], owner: GraphModule) -> GraphModule:
+def _trace(stretch: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], owner: GraphModule) -> GraphModule:
     graph = Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
     for node in stretch:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        if _is_scan(node):
+            copies[node].target = fx_trace.scan_in_levels
     graph.output(tuple(copies[node] for node in results))
     alone = GraphModule(owner, graph)
     return fx_trace.retrace_to_aten(

@@ -39,6 +39,18 @@ def retrace_to_aten(
     return traced
 
 
+def is_associative_scan(node: torch.fx.Node) -> bool:
+    """Whether a node of dynamo's graph is an ``associative_scan`` as one op."""
+    return node.op == "call_function" and str(node.target) == "associative_scan"
+
+
+def scan_in_levels(combine: Callable[..., Any], values: list[torch.Tensor], more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Compute an ``associative_scan`` along the first dim as torch's eager op does, in about 2 log₂(size) levels."""
+    from torch._higher_order_ops.associative_scan import generic_associative_scan
+
+    return tuple(generic_associative_scan(combine, values, additional_inputs=more))
+
+
 @contextlib.contextmanager
 def _outside_tracing_context() -> Iterator[None]:
     # make_fx looks for a fake mode in the tracing context first, and inside a dynamo backend that is a different one.
