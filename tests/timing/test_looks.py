@@ -68,7 +68,7 @@ def change(low_ns, high_ns, noise_ns=1_000):
 
 
 @pytest.mark.parametrize(
-    ("spans", "is_clear"),
+    ("spans", "wanted"),
     [
         ([(-60_000, -50_000)], True),  # kept
         ([(-60_000, -50_000), (-9_000, -1_000)], False),  # the second may be a gain of 0.5 %
@@ -80,8 +80,8 @@ def change(low_ns, high_ns, noise_ns=1_000):
         ([], False),
     ],
 )
-def test_what_ends_a_comparison(spans, is_clear):
-    assert is_clear([change(*span) for span in spans], 0.005) is is_clear
+def test_what_ends_a_comparison(spans, wanted):
+    assert is_clear([change(*span) for span in spans], 0.005) is wanted
 
 
 def test_a_loud_step_is_not_decided_by_a_gain_within_its_noise():
