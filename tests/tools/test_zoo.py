@@ -71,7 +71,7 @@ def test_a_crash_and_a_run_that_takes_too_long_are_rows(tmp_path):
 def test_what_all_rows_say_together():
     slower = replace(ROW, name="b", ratio=2.0)
     text = table.summary([ROW, slower])
-    assert "best other way 1.00" in text and "behind: b" in text and "missed by 10%" in text
+    assert "best other way 1.00" in text and "slower than another way: b" in text and "missed by 10%" in text
     assert table.markdown([ROW, slower]).index("| b |") < table.markdown([ROW, slower]).index("| a |")
     assert len(ElementTree.fromstring(table.picture([ROW, slower])).findall(".//{*}rect")) == 3
 

@@ -123,10 +123,10 @@ def summary(rows: Sequence[Row]) -> str:
     good = [row for row in rows if row.status in ENDED_WELL]
     said = [f"{len(good)} of {len(rows)} workloads ended well"]
     if good:
-        behind = [row.name for row in good if row.ratio > 1]
+        slower = [row.name for row in good if row.ratio > 1]
         said += [
             f"geometric mean of ours / best other way {geometric_mean(row.ratio for row in good):.2f}",
-            f"behind: {', '.join(behind) or 'none'}",
+            f"slower than another way: {', '.join(slower) or 'none'}",
             f"median time to an answer {median(row.answer_s for row in good):.0f} s",
         ]
     missed = [

@@ -2,8 +2,8 @@
 
 ``torch.vmap``, ``torch.func.grad``, ``jvp`` and ``associative_scan`` (Mamba's scan) leave switches in dynamo's graph: one more
 level of the transform, tensors put into it and taken out, and the ops in between as the transformed function calls them. Traced
-above autograd, what is computed there is lost. So each such stretch is traced by itself below autograd, where the transform has
-made batched ops, or a backward pass, of every op; the ops of that trace take the place of the stretch. Equal stretches are
+above autograd, what is computed there is lost. So each such subgraph is traced by itself below autograd, where the transform has
+made batched ops, or a backward pass, of every op; the ops of that trace take the place of the subgraph. Equal subgraphs are
 traced once. A scan that dynamo left as one op (``combine_mode="pointwise"``, on a GPU) is written out in its levels likewise.
 """
 
@@ -26,7 +26,7 @@ _ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
 def without_transforms(graph_module: GraphModule) -> GraphModule:
-    """Return a dynamo graph with plain ops in place of each stretch under a transform; the graph itself where there is none.
+    """Return a dynamo graph with plain ops in place of each subgraph under a transform; the graph itself where there is none.
 
     Args:
         graph_module: dynamo's, with the fake tensors that it was traced on (``example_value``).
@@ -34,15 +34,15 @@ def without_transforms(graph_module: GraphModule) -> GraphModule:
     if not any(_name(node).endswith(_IN) or _is_scan(node) for node in graph_module.graph.nodes):
         return graph_module
     plain = _Plain(graph_module)
-    stretch: list[Node] = []
+    subgraph: list[Node] = []
     depth = 0
     for node in graph_module.graph.nodes:
         depth += _name(node).endswith(_IN) - _name(node).endswith(_OUT)
         if depth:
-            stretch.append(node)
-        elif stretch:
-            plain.put([*stretch, node])
-            stretch = []
+            subgraph.append(node)
+        elif subgraph:
+            plain.put([*subgraph, node])
+            subgraph = []
         elif _is_scan(node):
             plain.put([node.args[0], node, *node.users])
         elif _name(node) != _LOADS and not _is_read_by_scans(node):
@@ -78,20 +78,20 @@ class _Plain:
         self._held: dict[str, Any] = {}
 
     def keep(self, node: Node) -> None:
-        """Append a node as it is, unless a stretch had it already."""
+        """Append a node as it is, unless a subgraph had it already."""
         if node not in self._copies:
             self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
             if node.op in ("get_attr", "call_module"):
                 self._held[str(node.target)] = operator.attrgetter(str(node.target))(self._owner)
 
-    def put(self, stretch: Sequence[Node]) -> None:
-        """Append the plain ops of a stretch, and note which node has the value of each node that is read outside."""
-        inside = set(stretch)
-        inputs = list(dict.fromkeys(source for node in stretch for source in node.all_input_nodes if source not in inside))
-        results = [node for node in stretch if any(user not in inside for user in node.users)]
-        key = _key(stretch, inputs, results)
+    def put(self, subgraph: Sequence[Node]) -> None:
+        """Append the plain ops of a subgraph, and note which node has the value of each node that is read outside."""
+        inside = set(subgraph)
+        inputs = list(dict.fromkeys(source for node in subgraph for source in node.all_input_nodes if source not in inside))
+        results = [node for node in subgraph if any(user not in inside for user in node.users)]
+        key = _key(subgraph, inputs, results)
         if key not in self._traced:
-            self._traced[key] = _trace(stretch, inputs, results, self._owner)
+            self._traced[key] = _trace(subgraph, inputs, results, self._owner)
         plain = self._traced[key]
         values: dict[Node, Node] = {}
         given = iter(inputs)
@@ -102,7 +102,7 @@ class _Plain:
                 self._copies.update((result, values[value]) for result, value in zip(results, node.args[0], strict=True))
             else:
                 values[node] = self._copied(node, plain, values)
-                values[node].meta.update({name: stretch[0].meta[name] for name in _ORIGIN if name in stretch[0].meta})
+                values[node].meta.update({name: subgraph[0].meta[name] for name in _ORIGIN if name in subgraph[0].meta})
 
     def _copied(self, node: Node, plain: GraphModule, values: dict[Node, Node]) -> Node:
         copied = self._graph.node_copy(node, values.__getitem__)
@@ -117,20 +117,20 @@ class _Plain:
         return GraphModule(self._held, self._graph)
 
 
-def _key(stretch: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node]) -> Any:
-    """Return what is equal for stretches of the same ops on inputs of the same layouts."""
-    numbers = {node: number for number, node in enumerate((*inputs, *stretch))}
+def _key(subgraph: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node]) -> Any:
+    """Return what is equal for subgraphs of the same ops on inputs of the same layouts."""
+    numbers = {node: number for number, node in enumerate((*inputs, *subgraph))}
     code = tuple(
-        (node.op, node.target, repr(map_arg((node.args, node.kwargs), lambda one: f"node {numbers[one]}"))) for node in stretch
+        (node.op, node.target, repr(map_arg((node.args, node.kwargs), lambda one: f"node {numbers[one]}"))) for node in subgraph
     )
     layouts = tuple(layout_of(node.meta["example_value"]) for node in inputs)
     return code, layouts, tuple(numbers[node] for node in results)
 
 
-def _trace(stretch: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], owner: GraphModule) -> GraphModule:
+def _trace(subgraph: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], owner: GraphModule) -> GraphModule:
     graph = Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
-    for node in stretch:
+    for node in subgraph:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if _is_scan(node):
             copies[node].target = fx_trace.scan_in_levels

@@ -59,7 +59,7 @@ class NotTraced(Exception):
 
 
 def _refuse_untraced(graph_module: GraphModule) -> None:
-    """Refuse a graph that holds fake tensors: what was computed under a transform was taken for constants.
+    """Refuse a graph that holds tensors without numbers: what was computed under a transform was taken for constants.
 
     What no output and no write comes from may stay.
 
@@ -71,7 +71,7 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
         if node.op == "output" or node in needed or written_storages(node):
             needed.update(node.all_input_nodes)
     for node in graph_module.graph.nodes:
-        if node in needed and node.op == "get_attr" and fake_mode.is_fake(getattr(graph_module, str(node.target), None)):
+        if node in needed and node.op == "get_attr" and fake_mode.has_no_numbers(getattr(graph_module, str(node.target), None)):
             reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
             file, line, _ = source_of(reader)
             where = f" ({file}:{line})" if file else ""

@@ -47,9 +47,9 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 6, 200
 _UNTIMED_ROUNDS = 6
 """Of a step whose rewrites stay whatever their time: enough for the report to show the step, before and after."""
 _FEW_ROUNDS = 20
-"""Of a step that has no rewrite to judge, for its time and its noise; the fewest of one that is only to be known."""
+"""Of a step that has no rewrite to judge, for its time and its noise. The kept rewrites together have at least so many."""
 _PRECISE = 0.001
-"""Share of a step's time. The interval of its median is no further away when no more rounds are made to know it."""
+"""Share of a step's time. Once the median of each step is known to within it, no further round is made."""
 
 
 def keep_all(bench: Bench, candidates: Sequence[Candidate]) -> Decision:

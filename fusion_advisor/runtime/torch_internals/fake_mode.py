@@ -37,6 +37,11 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
+def has_no_numbers(value: object) -> bool:
+    """Whether a value is a tensor without numbers, or what a transform (``vmap``, ``grad``) put around a tensor while it ran."""
+    return is_fake(value) or (isinstance(value, torch.Tensor) and bool(torch._C._functorch.is_functorch_wrapped_tensor(value)))
+
+
 def is_plain_fake(value: torch.Tensor) -> bool:
     """Whether its layout is all of a fake tensor: dense, of sizes that are numbers, with no known content, no subclass."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -1,4 +1,4 @@
-"""What dynamo traced under a transform becomes plain ops: the same numbers, equal stretches traced once, own lines."""
+"""What dynamo traced under a transform becomes plain ops: the same numbers, equal subgraphs traced once, own lines."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_ops_keep_the_line_that_vmap_was_called_in():
     assert norms and all("test_func_transforms.py" in node.meta["stack_trace"] for node in norms)
 
 
-def test_equal_stretches_are_traced_once(monkeypatch):
+def test_equal_subgraphs_are_traced_once(monkeypatch):
     traced = []
     real = func_transforms._trace
     monkeypatch.setattr(func_transforms, "_trace", lambda *given: traced.append(given) or real(*given))

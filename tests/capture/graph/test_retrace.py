@@ -55,10 +55,16 @@ class Calling(torch.nn.Module):
         return self.function(x)
 
 
-def test_what_a_transform_computes_after_its_end_is_refused_and_never_taken_for_a_constant():
-    """``jacrev`` calls the backward pass when the level that recorded it is left."""
-    with pytest.raises(CannotCapture, match=r"vmap.py:\d+\) reads what a transform of torch.func computes"):
-        capture_regions(Calling(lambda x: torch.func.jacrev(torch.sin)(x[0, 0])), (torch.randn(2, 8, 4),), {})
+def pulled_back(x):
+    result, backward = torch.func.vjp(torch.sin, x)
+    return backward(result)[0]
+
+
+@pytest.mark.parametrize("function", [pulled_back, lambda x: torch.func.jacrev(torch.sin)(x[0, 0])])
+def test_what_a_transform_computes_after_its_end_is_refused_and_never_taken_for_a_constant(function):
+    """The backward pass is called when the level that recorded it is left."""
+    with pytest.raises(CannotCapture, match=r":\d+\) reads what a transform of torch.func computes"):
+        capture_regions(Calling(function), (torch.randn(2, 8, 4),), {})
 
 
 def test_what_vmap_computes_in_vain_is_left_out():

@@ -76,7 +76,10 @@ def test_a_linear_in_one_step_is_taken_away_by_the_last_of_several_threads():
     assert not failures and set(torch.ops.aten.linear.default.py_kernels) == keys
 
 
-def test_fake_tensors_are_told_from_real_ones():
+def test_fake_and_wrapped_tensors_are_told_from_real_ones():
+    seen = []
+    torch.vmap(lambda row: (seen.append(fake_mode.has_no_numbers(row)), row)[1])(torch.zeros(2, 3))
+    assert seen == [True] and not fake_mode.has_no_numbers(torch.zeros(3)) and not fake_mode.has_no_numbers(None)
     (fake,) = fake_mode.fake_tensors([torch.zeros(3)])
     assert fake_mode.is_fake(fake) and not fake_mode.is_fake(torch.zeros(3)) and not fake_mode.is_fake(None)
 
