@@ -21,7 +21,7 @@ CASES = cases()
 HEADER = Header(title="case", summary="a test", origin="a test")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++, and there is no g++")
 needs_clusters = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="runs kernels on a GPU with clusters"
+    "not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0)", reason="runs kernels on a GPU with clusters"
 )
 
 
