@@ -78,6 +78,7 @@ def test_cpu_ceilings_are_plausible_and_quick() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.serial
 def test_the_mixes_of_reading_and_writing_are_of_one_size() -> None:
     found = measure_bandwidth("cuda")
     for speed in (found.read_bytes_per_s, found.write_bytes_per_s, found.triad_bytes_per_s):

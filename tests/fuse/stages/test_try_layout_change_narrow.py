@@ -161,6 +161,7 @@ def test_queries_that_are_rotated_with_keys_are_computed_in_full(quick):
 
 
 @pytest.mark.gpu
+@pytest.mark.serial  # a step that other processes on the GPU make slower is reverted
 def test_on_a_gpu_a_classifier_computes_one_token_of_its_last_layer(tmp_path):
     import fusion_advisor as fa
 
