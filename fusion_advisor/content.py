@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -19,3 +21,12 @@ def package_sources() -> Iterator[tuple[str, bytes]]:
     """Yield the name and the content of each Python file of the package, in a fixed order."""
     for path in sorted(_PACKAGE.rglob("*.py")):
         yield path.relative_to(_PACKAGE).as_posix(), path.read_bytes()
+
+
+@functools.cache
+def package_digest() -> str:
+    """Return a digest of the package's sources, so that no edit of the tracer or the lowering meets patterns from before it."""
+    digest = hashlib.sha256()
+    for name, content in package_sources():
+        digest.update(f"{name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()

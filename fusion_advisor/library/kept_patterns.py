@@ -9,7 +9,6 @@ torch and Python, and torch's modes that a trace follows.
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import logging
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fusion_advisor.content import package_sources
+from fusion_advisor.content import package_digest
 from fusion_advisor.errors import UnknownSchema, UnreadableReport
 from fusion_advisor.files.kept_code import KeptCode
 from fusion_advisor.files.private_folder import cache_folder
@@ -98,21 +97,12 @@ def _key(spec: KernelSpec, reference: bytes, of: str) -> str:
     digest = hashlib.sha256()
     modes = (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
     for part in (
-        _package_digest(), f"{torch.__version__} {torch.version.git_version}", sys.version, repr(modes),
+        package_digest(), f"{torch.__version__} {torch.version.git_version}", sys.version, repr(modes),
         repr(replace(spec, folder=Path())),
     ):  # fmt: skip
         digest.update(f"{len(part)}:{part}".encode())
     digest.update(reference)
     return f"{_stem(spec)}{of}-" + digest.hexdigest()[:32]
-
-
-@functools.cache
-def _package_digest() -> str:
-    """Return a digest of the package's sources, so that no edit of the tracer or the lowering meets patterns from before it."""
-    digest = hashlib.sha256()
-    for name, content in package_sources():
-        digest.update(f"{name}:{len(content)}:".encode() + content)
-    return digest.hexdigest()
 
 
 def _is_self_contained(reference: bytes) -> bool:

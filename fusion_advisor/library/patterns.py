@@ -90,6 +90,11 @@ def kernel_patterns(spec: KernelSpec) -> tuple[Pattern, ...]:
     return _traced(spec, _source(spec))
 
 
+def first_patterns(spec: KernelSpec) -> tuple[Pattern, ...]:
+    """Return a kernel's patterns at its references' first example shape, which say what arithmetic it can match."""
+    return _first_traced(spec, _source(spec)) if spec.kind == CHAIN else ()
+
+
 def _source(spec: KernelSpec) -> bytes:
     file = spec.folder / "reference.py"
     return file.read_bytes() if file.is_file() else b""

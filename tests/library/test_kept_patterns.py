@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusion_advisor import content
 from fusion_advisor.files import private_folder
 from fusion_advisor.files.kept_code import KeptCode
 from fusion_advisor.files.private_folder import cache_folder
@@ -137,10 +138,10 @@ def test_what_patterns_depend_on_is_in_the_key(spec, monkeypatch):
             patched.setattr(place, "__version__" if place is torch else "version", value)
             assert is_new()
     with monkeypatch.context() as patched:
-        patched.setattr(kept, "package_sources", lambda: [("lowering/lower.py", b"edited")])
-        kept._package_digest.cache_clear()
+        patched.setattr(content, "package_sources", lambda: [("lowering/lower.py", b"edited")])
+        content.package_digest.cache_clear()
         assert is_new()
-    kept._package_digest.cache_clear()
+    content.package_digest.cache_clear()
 
 
 def test_an_edited_reference_is_traced_again(spec, traced):

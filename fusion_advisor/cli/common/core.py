@@ -79,9 +79,10 @@ def load_request(text: str | bytes, name: str) -> Any:
 
 
 def load_workload(request: Any) -> Loaded:
-    """Make the model and its inputs, and see that it runs."""
-    loaded: Loaded = import_module("fusion_advisor.workload.load").load_workload(request)
-    import_module("fusion_advisor.workload.smoke_run").first_call(loaded)
+    """Make the model and its inputs, and see that it runs; the library's patterns are traced meanwhile."""
+    with import_module("fusion_advisor.library.trace_ahead").traced_ahead():
+        loaded: Loaded = import_module("fusion_advisor.workload.load").load_workload(request)
+        import_module("fusion_advisor.workload.smoke_run").first_call(loaded)
     return loaded
 
 
