@@ -53,7 +53,7 @@ def check_chain(
         tolerance=tolerance,
         inputs="the first site's own tensors; random normal ×2, ×32 and ×0.001 in magnitude; the worst is shown",
     )
-    return _with_special(numerics, findings, chain, fused, roots, seed=seed, tolerance=tolerance, fast_math=fast_math)
+    return _with_special(numerics, findings, chain, fused, roots, read=read, seed=seed, tolerance=tolerance, fast_math=fast_math)
 
 
 def _with_special(
@@ -63,6 +63,7 @@ def _with_special(
     fused: Callable[..., object],
     roots: Sequence[torch.Tensor],
     *,
+    read: Mapping[int, torch.Tensor],
     seed: int,
     tolerance: Tolerance | None,
     fast_math: bool,
@@ -71,11 +72,11 @@ def _with_special(
     sets = (
         []
         if fast_math or not numerics.is_passed
-        else special_inputs.special_inputs(roots, seed, is_in_place=bool(chain.in_place), has_sums=chain.has_sums)
+        else special_inputs.special_inputs(roots, seed, is_in_place=bool(chain.in_place), has_sums=chain.has_sums, read=read)
     )
     _compare_all(sets, findings, chain, fused, seed=seed, tolerance=tolerance)
     if sets and chain.has_sums and not findings.faults:
-        overflowing = special_inputs.overflowing_sums(roots, seed)
+        overflowing = special_inputs.overflowing_sums(roots, seed, read=read)
         _compare_all(overflowing, findings, chain, fused, seed=seed, tolerance=tolerance, sums_overflow=True)
     words = special_values.BEHAVIOUR if fast_math else special_values.WORDS
     return _joined(numerics, findings, words)

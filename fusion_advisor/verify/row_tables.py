@@ -66,12 +66,17 @@ def random_table(root: torch.Tensor, rows: torch.Tensor, generator: torch.Genera
     Returns:
         None where most rows are read.
     """
-    if len(rows) > _FEW * len(root):
+    if not is_worth_while(rows, root):
         return None
     made = torch.full_like(root, float("nan"))
     values = torch.randn((len(rows), root.shape[1]), generator=generator, device=root.device, dtype=torch.float32)
     made[rows] = (values * scale).to(root.dtype)
     return made
+
+
+def is_worth_while(rows: torch.Tensor, table: torch.Tensor) -> bool:
+    """Whether so few rows of a table are read that it is quicker to draw these alone."""
+    return len(rows) <= _FEW * len(table)
 
 
 def distinct_rows(ids: Sequence[torch.Tensor], count: int) -> torch.Tensor:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from fusion_advisor.verify.row_tables import is_worth_while
 from fusion_advisor.verify.subgraph_oracle import extent
 
 CLASSES = (
@@ -29,7 +30,12 @@ _MOST_RUNS = 4
 
 
 def special_inputs(
-    roots: Sequence[torch.Tensor], seed: int, *, is_in_place: bool, has_sums: bool = False
+    roots: Sequence[torch.Tensor],
+    seed: int,
+    *,
+    is_in_place: bool,
+    has_sums: bool = False,
+    read: Mapping[int, torch.Tensor] | None = None,
 ) -> list[tuple[str, list[torch.Tensor]]]:
     """Return sets of inputs laid out like a site's own: (what they hold, one tensor for each root).
 
@@ -40,20 +46,32 @@ def special_inputs(
             order.
         has_sums: the ops add numbers up: the largest numbers are then so small that no order of the terms overflows. For those
             that are not: :func:`overflowing_sums`.
+        read: the rows that are read of roots that are tables, by the root's number: these alone hold special numbers.
     """
     found = []
+    read = read or {}
     widest = max((root.numel() for root in roots if root.is_floating_point()), default=0)
-    rows = max((_rows(root) for root in roots if root.is_floating_point() and root.numel() == widest), default=0)
+    rows = max(
+        (
+            _rows(root) if read.get(number) is None else len(read[number])
+            for number, root in enumerate(roots)
+            if root.is_floating_point() and root.numel() == widest
+        ),
+        default=0,
+    )
     if widest:
         runs = min(_MOST_RUNS, math.ceil(len(CLASSES) / max(rows, 1)))
         step = math.ceil(len(CLASSES) / runs)
         for run in range(runs):
             made = [
-                _rows_of_classes(root, seed + run, run * step, is_main=root.numel() == widest, has_sums=has_sums)
-                for root in roots
+                _rows_of_classes(
+                    root, seed + run, run * step, is_main=root.numel() == widest, has_sums=has_sums, read=read.get(number)
+                )
+                for number, root in enumerate(roots)
             ]
             found.append((f"special rows {run + 1}" if runs > 1 else "special rows", made))
-        found.append(("NaN at the end of each operand", [_nan_at_end(root) for root in roots]))
+        ends = [_nan_at_end(root, read.get(number)) for number, root in enumerate(roots)]
+        found.append(("NaN at the end of each operand", ends))
     kinds = {root.dtype for root in roots if not root.is_floating_point() and root.numel() > 1}
     if torch.bool in kinds:
         for title in ("all true", "all false", "another mask", "one row all false"):
@@ -65,15 +83,21 @@ def special_inputs(
     return found
 
 
-def overflowing_sums(roots: Sequence[torch.Tensor], seed: int) -> list[tuple[str, list[torch.Tensor]]]:
+def overflowing_sums(
+    roots: Sequence[torch.Tensor], seed: int, *, read: Mapping[int, torch.Tensor] | None = None
+) -> list[tuple[str, list[torch.Tensor]]]:
     """Return a set of inputs whose row sums overflow in some orders of their terms, or none where no root is floating point.
 
     Args:
         roots: the site's tensors.
         seed: of the signs.
+        read: as for :func:`special_inputs`.
     """
     widest = max((root.numel() for root in roots if root.is_floating_point()), default=0)
-    made = [_rows_of_classes(root, seed, 0, is_main=root.numel() == widest, classes=_OVERFLOWING) for root in roots]
+    made = [
+        _rows_of_classes(root, seed, 0, is_main=root.numel() == widest, classes=_OVERFLOWING, read=(read or {}).get(number))
+        for number, root in enumerate(roots)
+    ]
     return [("rows whose sums overflow", made)] if widest else []
 
 
@@ -145,11 +169,22 @@ def _copy(root: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows_of_classes(
-    root: torch.Tensor, seed: int, first: int, *, is_main: bool, classes: Sequence[str] = CLASSES, has_sums: bool = False
+    root: torch.Tensor,
+    seed: int,
+    first: int,
+    *,
+    is_main: bool,
+    classes: Sequence[str] = CLASSES,
+    has_sums: bool = False,
+    read: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Fill row after row with one class after the other; operands of other sizes (weights, biases) stay as they are."""
     if not root.is_floating_point() or not is_main or not root.numel():
         return root
+    if read is not None and is_worth_while(read, root):
+        table = root.clone()
+        table[read] = _rows_of_classes(root[read], seed, first, is_main=True, classes=classes, has_sums=has_sums)
+        return table
     made, distinct = _copy(root)
     generator = torch.Generator(device=root.device).manual_seed(seed)
     columns = distinct.shape[-1] if distinct.dim() else 1
@@ -192,11 +227,12 @@ def _of_class(kind: str, rows: torch.Tensor, info: torch.finfo, seed: int, *, te
     return filled[kind]()
 
 
-def _nan_at_end(root: torch.Tensor) -> torch.Tensor:
+def _nan_at_end(root: torch.Tensor, read: torch.Tensor | None) -> torch.Tensor:
     if not root.is_floating_point() or not root.numel():
         return root
     made, distinct = _copy(root)
-    distinct[(-1,) * distinct.dim()] = math.nan
+    end = (-1,) * distinct.dim() if read is None or not len(read) else (int(read[-1]), -1)
+    distinct[end] = math.nan
     return made
 
 

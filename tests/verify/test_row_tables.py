@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional
 
 from fusion_advisor.verify.check_chain import check_chain, random_like
 from fusion_advisor.verify.row_tables import look_up, row_tables
-from fusion_advisor.verify.special_inputs import perturbing
+from fusion_advisor.verify.special_inputs import overflowing_sums, perturbing, special_inputs
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
 from tests.verify.test_check_chain import chain_of
 
@@ -83,3 +85,31 @@ def test_a_kernel_that_reads_the_next_row_is_refused(shift, is_right):
     chain = chain_of(LOOK_UPS["embedding"], IDS, TABLE)
     found = check_chain(chain, lambda ids, table: LOOK_UPS["embedding"](ids + shift, table), [IDS, TABLE], seed=0)
     assert found.is_passed is is_right
+
+
+def test_special_rows_are_the_rows_that_are_read():
+    """A table of 100 rows of which 4 are read: filled as a whole, most classes would lie where nobody looks."""
+    chain = chain_of(LOOK_UPS["embedding"], IDS, TABLE)
+    read = chain.rows_read([IDS, TABLE])
+    sets = dict(special_inputs([IDS, TABLE], 0, is_in_place=False, read=read))
+    runs = [tensors[1] for title, tensors in sets.items() if title.startswith("special rows")]
+    assert len(runs) == 4, "sixteen classes in four rows each"
+    others = [row for row in range(100) if row not in read[1].tolist()]
+    assert all(torch.equal(run[others], TABLE[others]) for run in runs)
+    seen = torch.cat([run[read[1]] for run in runs])
+    assert seen.isnan().all(1).sum() == 1 and seen.isinf().all(1).sum() == 2 and (seen == 0).all(1).sum() == 2
+    assert torch.isnan(sets["NaN at the end of each operand"][1]).nonzero().tolist() == [[90, 7]]
+    ((_, (_, overflowing)),) = overflowing_sums([IDS, TABLE], 0, read=read)
+    assert torch.equal(overflowing[others], TABLE[others]) and (overflowing[read[1]].abs() > 1e38).any(1).all()
+
+
+@pytest.mark.parametrize("wrong", [{"nan": 0.0}, {"posinf": 1e30}])
+def test_a_kernel_that_is_wrong_on_special_rows_of_a_table_alone_is_found_out(wrong):
+    chain = chain_of(LOOK_UPS["embedding"], IDS, TABLE)
+
+    def fused(ids, table):
+        as_it_is = {"nan": math.nan, "posinf": math.inf, "neginf": -math.inf}
+        return functional.embedding(ids, table.nan_to_num(**{**as_it_is, **wrong})) * 3.0 + 1.0
+
+    assert not check_chain(chain, fused, [IDS, TABLE], seed=0).is_passed
+    assert check_chain(chain, LOOK_UPS["embedding"], [IDS, TABLE], seed=0).is_passed
