@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -88,13 +88,11 @@ def always(_: object) -> bool:
     return True
 
 
-def never(_: object) -> bool:
-    """Say no, where an answer is wanted."""
-    return False
+def as_before(_: object) -> None:
+    """Leave open what is open."""
 
 
 _WALL = WallTimer()
-_LEAST_LOOK_S = 0.5
 TURN_S = 0.2
 """Timed, of each candidate that runs on and on, where the power limit sets the clock. Longer turns leave too few rounds for an
 interval: of 7 runs in a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
@@ -116,7 +114,7 @@ def interleave(
     least_s: float = 0.0,
     most_s: float = 0.0,
     is_settled: Callable[[list[list[int]]], bool] = always,
-    is_decided: Callable[[list[list[int]]], bool] = never,
+    still_open: Callable[[list[list[int]]], Collection[int] | None] = as_before,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int, int], object] = nothing,
     timer: HostTimer = _WALL,
@@ -134,37 +132,46 @@ def interleave(
         least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
         is_settled: whether the times so far, of each candidate, will do.
-        is_decided: whether they answer what was asked, so that no further round is made; asked once half a second was timed, for
-            rounds of a few milliseconds may all be disturbed by one thing.
+        still_open: which candidates further rounds are made of, by the times so far; None: the same as before. The others are
+            left out from then on, and no more rounds are made than ``budget_s`` would have bought of all. Asked once
+            ``least_s`` is over.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called after each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
         timer: times the runs where CUDA events do not, and the budget.
 
     Returns:
-        Nanoseconds per candidate and round: of a run, in a turn of several the mean of the middle half of them.
+        Nanoseconds per candidate and round: of a run, in a turn of several the mean of the middle half of them. Candidates that
+        were left out have fewer.
     """
-    schedule = _Schedule(
-        rounds, budget_s, least=least, least_s=least_s, most_s=most_s, is_settled=is_settled, is_decided=is_decided
-    )
+    schedule = _Schedule(rounds, budget_s, least=least, least_s=least_s, most_s=most_s, is_settled=is_settled)
     turns = _Turns(candidates, functools.partial(_timed_on_host, timer) if not on_cuda else _timed_on_device, before, timer)
     turns.warm_up(turn_s, rest)
     times: list[list[int]] = [[] for _ in candidates]
     started = timer.seconds()
     order, orders = list(range(len(candidates))), random.Random(len(candidates))  # the same in each run
     number = 0
-    while not schedule.is_over(number, timer.seconds() - started, times):
+    while order and not schedule.is_over(number, timer.seconds() - started, times):
         if number % 2 == 0:
             orders.shuffle(order)
         for position in reversed(order) if number % 2 else order:
             times[position].append(turns.take(position, rest))
             after(number, position, times[position][-1])
         number += 1
+        taken_s = timer.seconds() - started
+        left = still_open(times) if taken_s >= least_s else None
+        if left is not None and len(left) < len(order):
+            schedule.keep_rounds(number, taken_s)
+            order = [position for position in order if position in left]
     return times
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Schedule:
-    """When enough rounds were made; the fields are :func:`interleave`'s."""
+    """When enough rounds were made; the fields are :func:`interleave`'s.
+
+    Attributes:
+        bought: rounds of all candidates that the budget pays for; None while all are timed.
+    """
 
     rounds: int
     budget_s: float
@@ -172,7 +179,12 @@ class _Schedule:
     least_s: float
     most_s: float
     is_settled: Callable[[list[list[int]]], bool]
-    is_decided: Callable[[list[list[int]]], bool]
+    bought: int | None = None
+
+    def keep_rounds(self, number: int, taken_s: float) -> None:
+        """Make as many rounds as if all candidates went on, when the first of them are left out."""
+        if self.bought is None:
+            self.bought = max(number, round(number * self.budget_s / max(taken_s, 1e-9)))
 
     def is_over(self, number: int, taken_s: float, times: list[list[int]]) -> bool:
         """Whether to end ahead of a round.
@@ -182,9 +194,9 @@ class _Schedule:
             taken_s: seconds since the first began.
             times: of each candidate so far.
         """
-        is_spent = number >= self.least and taken_s > self.budget_s and (taken_s > self.most_s or self.is_settled(times))
-        is_answered = taken_s >= _LEAST_LOOK_S and self.is_decided(times)
-        return taken_s >= self.least_s and (number >= self.rounds or is_spent or is_answered)
+        is_enough = taken_s > self.budget_s or (self.bought is not None and number >= self.bought)
+        is_spent = number >= self.least and is_enough and (taken_s > self.most_s or self.is_settled(times))
+        return taken_s >= self.least_s and (number >= self.rounds or is_spent)
 
 
 class _Turns:
@@ -283,12 +295,12 @@ def is_known(share: float) -> Callable[[list[list[int]]], bool]:
     return found
 
 
-def is_precise(share: float, least: int) -> Callable[[list[list[int]]], bool]:
-    """Return the question whether each candidate is known to within a share of its time, by so many rounds at least."""
+def until_precise(share: float, least: int) -> Callable[[list[list[int]]], Collection[int] | None]:
+    """Return what leaves all candidates open until each is known to within a share of its time, by so many rounds at least."""
 
-    def found(times: list[list[int]]) -> bool:
+    def found(times: list[list[int]]) -> Collection[int] | None:
         spans = list(map(median_interval, times)) if len(times[0]) >= least else []
-        return bool(spans) and all(high - low <= 2 * share * middle for middle, low, high in spans)
+        return () if spans and all(high - low <= 2 * share * middle for middle, low, high in spans) else None
 
     return found
 

@@ -6,13 +6,14 @@ where the end has the other four fifths (96 %). By the union bound the chance th
 %, however the looks depend on each other. An interval of 99.8 % from few rounds is no matter for a bootstrap: a look takes
 order statistics of the rounds' ratios, whose level is exact for independent rounds of any distribution (ten rounds: the whole
 range, 99.8 %).
+
+Several rewrites share their rounds, and each is settled by the first look that decides it. The bound holds for each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 from fusion_advisor.timing.interleaving import Difference, difference
@@ -21,6 +22,8 @@ from fusion_advisor.timing.wall_timer import median_interval
 ROUNDS = (10, 20, 40, 80, 160)
 _SPENT = 0.2
 """Share of the allowed error that all looks have together."""
+_LEAST_NS = 500_000_000
+"""Timed ahead of a look: rounds of a few milliseconds may all be disturbed by one thing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,36 +38,75 @@ class Change:
 
 
 def changes(
-    times: Sequence[Sequence[int]], confidence: float, is_final: Callable[[Sequence[Change]], bool]
+    times: Sequence[Sequence[int]],
+    confidence: float,
+    settles: Callable[[Change], bool],
+    is_final: Callable[[Sequence[Change]], bool],
 ) -> tuple[Change, ...]:
-    """Return what each rewrite changes: as the look saw it where the rounds ended at one, else as one look at the end sees it.
+    """Return what each rewrite changes: as the look that settled it saw it, or the look that ended the rounds, or else the end.
 
     Args:
-        times: of the step twice, then with one rewrite more each, in the same rounds.
+        times: of the step twice, then with one rewrite more each. Those of the step itself are of all rounds; steps that are only
+            next to settled rewrites may have fewer.
         confidence: of all verdicts, however often they were looked at.
+        settles: whether what a look saw of one rewrite decides it.
         is_final: whether the changes that a look saw decide everything.
     """
-    seen = at_look(times, confidence)
-    return seen if seen and is_final(seen) else _read(times, 1 - (1 - _SPENT) * (1 - confidence), difference)
+    seen = at_look(times, confidence, settles)
+    if seen and is_final(seen):
+        return seen
+    end = 1 - (1 - _SPENT) * (1 - confidence)
+    return tuple(
+        _settled(times, number, confidence, settles) or _read(times, number, len(times[0]), end, difference)
+        for number in range(len(times) - 2)
+    )
 
 
-def at_look(times: Sequence[Sequence[int]], confidence: float) -> tuple[Change, ...]:
-    """Return what each rewrite changes where a look is due after this many rounds; nothing where none is."""
-    if len(times[0]) not in ROUNDS:
+def at_look(times: Sequence[Sequence[int]], confidence: float, settles: Callable[[Change], bool]) -> tuple[Change, ...]:
+    """Return what each rewrite changes, as the look that settled it saw it, or this one; nothing where no look is due now.
+
+    The arguments are those of :func:`changes`.
+    """
+    count = len(times[0])
+    if count not in ROUNDS or not _is_long(times, count):
         return ()
-    return _read(times, 1 - _SPENT / len(ROUNDS) * (1 - confidence), _exact)
+    return tuple(
+        _settled(times, number, confidence, settles) or _read(times, number, count, _level(confidence), _exact)
+        for number in range(len(times) - 2)
+    )
+
+
+def _settled(times: Sequence[Sequence[int]], number: int, confidence: float, settles: Callable[[Change], bool]) -> Change | None:
+    """Return what the first look that settles a rewrite saw; None where none does."""
+    rounds = min(map(len, (times[0], times[1], times[number + 1], times[number + 2])))
+    for count in ROUNDS:
+        if count <= rounds and _is_long(times, count):
+            seen = _read(times, number, count, _level(confidence), _exact)
+            if settles(seen):
+                return seen
+    return None
+
+
+def _is_long(times: Sequence[Sequence[int]], count: int) -> bool:
+    return sum(sum(series[:count]) for series in times) >= _LEAST_NS
+
+
+def _level(confidence: float) -> float:
+    return 1 - _SPENT / len(ROUNDS) * (1 - confidence)
 
 
 def _read(
-    times: Sequence[Sequence[int]], level: float, compare: Callable[[Sequence[int], Sequence[int], float], Difference]
-) -> tuple[Change, ...]:
-    control, stacked = times[0], times[1:]
-    same = compare(control, stacked[0], level)
-    noise_share = max(abs(same.low_ns), abs(same.high_ns)) / max(median(stacked[0]), 1)
-    return tuple(
-        Change(step_ns=median(before), noise_ns=noise_share * median(before), change=compare(before, after, level))
-        for before, after in pairwise(stacked)
-    )
+    times: Sequence[Sequence[int]],
+    number: int,
+    count: int,
+    level: float,
+    compare: Callable[[Sequence[int], Sequence[int], float], Difference],
+) -> Change:
+    """Read a rewrite's change off the first so many rounds."""
+    control, untouched, before, after = (series[:count] for series in (*times[:2], times[number + 1], times[number + 2]))
+    same = compare(control, untouched, level)
+    noise_share = max(abs(same.low_ns), abs(same.high_ns)) / max(median(untouched), 1)
+    return Change(step_ns=median(before), noise_ns=noise_share * median(before), change=compare(before, after, level))
 
 
 def _exact(before_ns: Sequence[int], after_ns: Sequence[int], level: float) -> Difference:

@@ -254,11 +254,11 @@ def test_ways_are_known_when_the_intervals_of_the_quicker_ones_are_narrow():
 
 
 def test_steps_are_precise_where_each_is_known_by_enough_rounds():
-    precise = interleaving.is_precise(0.001, 20)
+    precise = interleaving.until_precise(0.001, 20)
     narrow, wide = [100_000 + number % 20 for number in range(30)], [100_000 + 50 * (number % 20) for number in range(30)]
-    assert precise([narrow, narrow])
-    assert not precise([narrow, wide]) and not precise([wide, narrow])
-    assert not precise([narrow[:19], narrow[:19]])
+    assert precise([narrow, narrow]) == ()
+    assert precise([narrow, wide]) is precise([wide, narrow]) is None
+    assert precise([narrow[:19], narrow[:19]]) is None
 
 
 def test_a_difference_is_after_minus_before():
@@ -354,3 +354,29 @@ def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monke
     seen.clear()
     recorded(lambda: seen.append("run"), around=lambda: Around("own"), finish=lambda graph: seen.append(graph.is_kept))()
     assert seen == [*made, True, "instantiate", "replay"]
+
+
+def wait(clock):
+    clock.now_ns += 1_000_000
+
+
+def test_a_candidate_that_is_left_out_has_no_further_rounds_and_the_others_no_more_than_before():
+    clock = PlantedTimer()
+    calls = [lambda: wait(clock)] * 4
+
+    def still_open(times):
+        return {0, 1} if len(times[0]) >= 10 else None
+
+    plain = interleaving.interleave(calls, rounds=200, budget_s=0.1, on_cuda=False, timer=clock)
+    times = interleaving.interleave(calls, rounds=200, budget_s=0.1, on_cuda=False, still_open=still_open, timer=clock)
+    assert [len(series) for series in times[2:]] == [10, 10]
+    assert len(times[0]) == len(times[1]) and abs(len(times[0]) - len(plain[0])) <= 1
+
+
+def test_nothing_is_left_out_before_the_least_time():
+    clock = PlantedTimer()
+    calls = [lambda: wait(clock)] * 2
+    times = interleaving.interleave(
+        calls, rounds=10, budget_s=0.0, least_s=1.0, on_cuda=False, still_open=lambda _: (), timer=clock
+    )
+    assert 1.0 <= sum(map(sum, times)) / 1e9 * 2 < 1.2

@@ -1,7 +1,8 @@
 """Keep what pays: every rewrite is timed in the step that it changes, on top of the rewrites before it.
 
 Cumulative prefixes of the rewrites are timed against each other in one interleaved run; the first prefix runs twice and gives
-the noise floor (A/A). A rewrite stays when the whole interval of its paired difference lies below both thresholds. Then the
+the noise floor (A/A). A rewrite stays when the whole interval of its paired difference lies below both thresholds. Rewrites that
+a look at the first rounds settles are left out of the further ones (``timing.looks``). Then the
 kept rewrites are timed together against none, which is the report's headline. Rewrites that are faster by their whole
 interval but short of a threshold are timed once more together, against the same two thresholds.
 
@@ -18,7 +19,8 @@ from typing import Any
 
 from fusion_advisor.fuse.decide.alone import is_longer_in_vain, judged, not_worth_the_step
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
+from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner, open_steps
+from fusion_advisor.fuse.decide.step_runner import changes as changes_of
 from fusion_advisor.fuse.decide.verdict import Verdict, is_small_gain, is_unclear, once_more, span_of, untimed, verdict_of
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import interleaving
@@ -105,7 +107,7 @@ def decide(
     candidates = _by_gain([candidate for candidate in candidates if candidate.id not in left_out], own)
 
     def verdicts_by(times: Sequence[Sequence[int]]) -> dict[str, Verdict]:
-        names, changes = [one.id for one in candidates], runner.changes(times, min_gain, confidence)
+        names, changes = [one.id for one in candidates], changes_of(times, min_gain, confidence)
         return judged(names, changes, alone or {}, min_gain)
 
     times = _timed_prefixes(
@@ -190,7 +192,7 @@ def _timed_prefixes(
     return interleaving.interleave(
         calls, rounds=_MOST_ROUNDS if candidates else _FEW_ROUNDS, budget_s=budget_s,
         most_s=PATIENCE * budget_s if candidates else 0.0, rest=runner.rest([calls[0], calls[-1]]),
-        is_settled=lambda times: is_quiet(times) or is_in_vain(times), is_decided=runner.is_decided(min_gain, confidence),
+        is_settled=lambda times: is_quiet(times) or is_in_vain(times), still_open=open_steps(min_gain, confidence),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
         after=_shown(step, candidates, budget_s, runner.timer),
     )  # fmt: skip
@@ -202,7 +204,7 @@ def _timed_twice(
     """Time two steps of a runner against each other, after rests where the power limit throttles them."""
     rest = runner.rest(calls)
     one, other = interleaving.interleave(
-        calls, rounds=rounds, budget_s=budget_s, rest=rest, is_decided=interleaving.is_precise(_PRECISE, _FEW_ROUNDS),
+        calls, rounds=rounds, budget_s=budget_s, rest=rest, still_open=interleaving.until_precise(_PRECISE, _FEW_ROUNDS),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
@@ -317,11 +319,11 @@ def _once_on_top(
     times = interleaving.interleave(
         calls, rounds=_MOST_ROUNDS, budget_s=budget_s, most_s=PATIENCE * budget_s,
         rest=runner.rest(calls[-1:]), is_settled=runner.is_settled(min_gain, confidence),
-        is_decided=runner.is_decided(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
+        still_open=open_steps(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     del calls
     runner.forget()
-    (one,) = runner.changes(times, min_gain, confidence)
+    (one,) = changes_of(times, min_gain, confidence)
     return verdict_of(name, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain), one.step_ns
 
 

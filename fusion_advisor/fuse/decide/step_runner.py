@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,14 +86,6 @@ class StepRunner:
         """Return whether the step differs so little from itself that no further time is worth it."""
         return interleaving.is_quiet(min_gain if self.on_cuda else max(min_gain, _CPU_NOISE), confidence)
 
-    def is_decided(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
-        """Return whether a look at the rounds so far decides each rewrite (``timing.looks``)."""
-        return lambda times: len(times) > 2 and is_clear(looks.at_look(times, confidence), min_gain)
-
-    def changes(self, times: Sequence[Sequence[int]], min_gain: float, confidence: float) -> tuple[looks.Change, ...]:
-        """Return what each rewrite changes, by rounds that may have ended at a look."""
-        return looks.changes(times, confidence, lambda seen: is_clear(seen, min_gain))
-
     def forget(self) -> None:
         """Free the graphs of the tournament before the confirmation records its own."""
         if self._bench.on_cuda:
@@ -101,12 +93,51 @@ class StepRunner:
             torch.cuda.empty_cache()
 
 
+def open_steps(min_gain: float, confidence: float) -> Callable[[Sequence[Sequence[int]]], Collection[int] | None]:
+    """Return what says which steps are timed further, at a look (``timing.looks``): none once all rewrites are decided.
+
+    Else the step itself twice, which tells the noise, and the steps without and with each rewrite that the looks leave open.
+    """
+
+    def found(times: Sequence[Sequence[int]]) -> Collection[int] | None:
+        seen = looks.at_look(times, confidence, lambda one: settles(one, min_gain))
+        if not seen:
+            return None
+        if is_clear(seen, min_gain):
+            return ()
+        numbers = [number for number, one in enumerate(seen) if not settles(one, min_gain)]
+        return {0, 1} | {number + 1 for number in numbers} | {number + 2 for number in numbers}
+
+    return found
+
+
+def changes(times: Sequence[Sequence[int]], min_gain: float, confidence: float) -> tuple[looks.Change, ...]:
+    """Return what each rewrite changes, by rounds that may have ended at a look."""
+    return looks.changes(times, confidence, lambda one: settles(one, min_gain), lambda seen: is_clear(seen, min_gain))
+
+
+def settles(seen: looks.Change, min_gain: float) -> bool:
+    """Whether a rewrite is kept, or is no gain of the least share and certainly one or none: further rounds change neither."""
+    return _is_kept(seen, min_gain) or (_most(seen, min_gain) < 1 and _has_sign(seen))
+
+
 def is_clear(seen: Sequence[looks.Change], min_gain: float) -> bool:
     """Whether each rewrite is kept, or is no gain of the least share, and what others there are need no longer look together."""
-    left = [
-        one for one in seen
-        if verdict_of("", one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain).status is not Status.KEPT
-    ]  # fmt: skip
-    most = [-one.change.low_ns / (min_gain * one.step_ns) if min_gain else 1.0 for one in left]
-    has_signs = all(one.change.high_ns < 0 or one.change.low_ns >= 0 for one in left)
+    left = [one for one in seen if not _is_kept(one, min_gain)]
+    most = [_most(one, min_gain) for one in left]
+    has_signs = all(map(_has_sign, left))
     return bool(seen) and all(share < 1 for share in most) and (has_signs or sum(max(share, 0) for share in most) < 1)
+
+
+def _is_kept(seen: looks.Change, min_gain: float) -> bool:
+    verdict = verdict_of("", seen.change, step_ns=seen.step_ns, noise_ns=seen.noise_ns, min_gain=min_gain)
+    return verdict.status is Status.KEPT
+
+
+def _most(seen: looks.Change, min_gain: float) -> float:
+    """The largest gain that the interval leaves, as a multiple of the least gain."""
+    return -seen.change.low_ns / (min_gain * seen.step_ns) if min_gain else 1.0
+
+
+def _has_sign(seen: looks.Change) -> bool:
+    return seen.change.high_ns < 0 or seen.change.low_ns >= 0

@@ -13,13 +13,13 @@ import torch
 
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.keep_rule import PATIENCE
-from fusion_advisor.fuse.decide.step_runner import is_clear
+from fusion_advisor.fuse.decide.step_runner import changes, open_steps
 from fusion_advisor.fuse.decide.verdict import Verdict, is_unclear, once_more, untimed, verdict_of
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.registry import row_of
 from fusion_advisor.records import GraphBreak, GraphRewrite, Status
-from fusion_advisor.timing import interleaving, looks
+from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_held_down
 from fusion_advisor.timing.host_timer import HostTimer, WallTimer
 from fusion_advisor.timing.wall_timer import nothing
@@ -148,10 +148,10 @@ class _Sides:
             times = interleaving.interleave(
                 [self.plain, self.plain, self.with_graph], rounds=rule.rounds, budget_s=seconds, least_s=3 * rule.least_s,
                 most_s=PATIENCE * seconds, rest=rule.rest, is_settled=interleaving.is_quiet(rule.min_gain, rule.confidence),
-                is_decided=lambda times: is_clear(looks.at_look(times, rule.confidence), rule.min_gain),
+                still_open=open_steps(rule.min_gain, rule.confidence),
                 on_cuda=False, before=self.rewind, timer=rule.timer,
             )  # fmt: skip
-        (one,) = looks.changes(times, rule.confidence, lambda seen: is_clear(seen, rule.min_gain))
+        (one,) = changes(times, rule.min_gain, rule.confidence)
         verdict = verdict_of(CUDA_GRAPH.id, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=rule.min_gain)
         return verdict, one.step_ns
 
