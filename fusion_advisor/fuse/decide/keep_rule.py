@@ -1,10 +1,10 @@
 """Keep what pays: every rewrite is timed in the step that it changes, on top of the rewrites before it.
 
 Cumulative prefixes of the rewrites are timed against each other in one interleaved run; the first prefix runs twice and gives
-the noise floor (A/A). A rewrite stays when the whole interval of its paired difference lies below both thresholds. Rewrites that
-a look at the first rounds settles are left out of the further ones (``timing.looks``). Then the
-kept rewrites are timed together against none, which is the report's headline. Rewrites that are faster by their whole
-interval but short of a threshold are timed once more together, against the same two thresholds.
+the noise floor (A/A). A rewrite stays when the whole interval of its paired difference lies below both thresholds. Rewrites
+that a look at the first rounds settles are left out of the further ones (``timing.looks``). Then the kept rewrites are timed
+together against none, which is the report's headline. Rewrites that are faster by their whole interval but short of a
+threshold are timed once more together, against the same two thresholds.
 
 Where the power limit throttles the step, all of this is timed after rests (``timing.interleaving``). Both thresholds are
 shares of the step that the rewrite is put on, because clock drift moves a long step by more. Figures:
