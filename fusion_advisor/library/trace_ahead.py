@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from fusion_advisor.content import content_dir, package_digest
 from fusion_advisor.files.private_folder import cache_folder
 
+_log = logging.getLogger(__name__)
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from fusion_advisor.library.trace_ahead import trace_all; trace_all()"
@@ -34,21 +36,20 @@ _QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 def traced_ahead() -> Iterator[None]:
     """Trace patterns that are not kept yet for as long as the block runs.
 
-    Nothing is started where torch is loaded already, where all patterns are kept, or where there is one core.
+    Nothing is started where torch is loaded already, where all patterns are kept, or where there is one core. Where no process
+    can be started, the log says why, and the patterns are traced when they are needed.
     """
-    if "torch" in sys.modules or _cores() < 2 or _mark().is_file():
-        yield
-        return
-    # The search path is this process's own: a folder that is the working directory by chance has no say.
-    command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path)]
-    process = subprocess.Popen(
-        command, env={**os.environ, **_QUIET}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    try:
+        process = _start() if "torch" not in sys.modules and sys.executable and _cores() > 1 and not _mark().is_file() else None
+    except OSError as error:
+        _log.warning("patterns are not traced ahead: %s", error)
+        process = None
     try:
         yield
     finally:
-        process.terminate()
-        process.wait()
+        if process is not None:
+            process.terminate()
+            process.wait()
 
 
 def trace_all() -> None:
@@ -61,6 +62,13 @@ def trace_all() -> None:
         for spec in specs:
             trace(spec)
     _mark().touch()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # The search path is this process's own: a folder that is the working directory by chance has no say.
+    command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path)]
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(command, env={**os.environ, **_QUIET}, stdin=nothing, stdout=nothing, stderr=nothing)
 
 
 def _cores() -> int:

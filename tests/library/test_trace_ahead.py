@@ -85,6 +85,12 @@ def test_nothing_is_started_where_all_is_kept_or_one_core_is_there(cache):
     assert in_a_new_process(cache, f"{refuse}ahead._cores = lambda: 1\n{block}") == ["loaded", "false"]
 
 
+@pytest.mark.parametrize("fails", ["ahead._mark", "ahead.subprocess.Popen"])
+def test_a_process_that_cannot_be_started_stops_nothing(cache, fails):
+    refuse = f"def refuse(*_, **__): raise OSError('no more processes')\n{fails} = refuse\n"
+    assert in_a_new_process(cache, f"{refuse}with traced_ahead():\n    print('loaded')\n") == ["loaded", "false"]
+
+
 def test_all_patterns_are_traced_before_the_mark_says_so(cache, monkeypatch):
     some = tuple(spec for spec in list_kernels() if spec.name in NAMES or spec.kind != CHAIN)
     monkeypatch.setattr("fusion_advisor.library.discover.list_kernels", lambda: some)
