@@ -73,8 +73,9 @@ def special_inputs(
         ends = [_nan_at_end(root, read.get(number)) for number, root in enumerate(roots)]
         found.append(("NaN at the end of each operand", ends))
     kinds = {root.dtype for root in roots if not root.is_floating_point() and root.numel() > 1}
-    if torch.bool in kinds:
-        for title in ("all true", "all false", "another mask", "one row all false"):
+    masks = max((root.numel() for root in roots if root.dtype == torch.bool), default=0)
+    if masks:
+        for title in ("all true", "all false", "another mask", "one row all false")[: 4 if masks > 1 else 2]:
             made = [_mask(root, title, seed) if root.dtype == torch.bool else root for root in roots]
             found.append((f"mask {title}", made))
     if kinds - {torch.bool} and not is_in_place:

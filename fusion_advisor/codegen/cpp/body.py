@@ -16,7 +16,7 @@ from fusion_advisor.codegen.common.online_softmax import OnlineSum, online_sums
 from fusion_advisor.codegen.cpp.arguments import Layout
 from fusion_advisor.codegen.cpp.names import describe
 from fusion_advisor.codegen.cpp.op_rows import Call, operation
-from fusion_advisor.codegen.cpp.ops import C_TYPES, COST, Expr, Prelude, computed_in, convert, literal
+from fusion_advisor.codegen.cpp.ops import C_TYPES, COST, SUM, Expr, Prelude, computed_in, convert, literal
 from fusion_advisor.codegen.cpp.scope import Scope
 from fusion_advisor.ir.integer_range import WORD
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Program, Store
@@ -262,11 +262,13 @@ class Kernel:
         highest = self.names.take(describe(self.program, pair.highest), is_kept=True)
         total = self.names.take(describe(self.program, pair.total), is_kept=True)
         flag = self.names.take(f"{highest}_has_nan", is_kept=True)
-        element = scope.value(pair.element).text
+        element = scope.value(pair.element).at(SUM)
 
         def exp(text: str) -> str:
             value = self.program.values[pair.exponential]
-            return operation(Call(value=value, args=[Expr(text)], dtypes=[compute_dtype], sources=[], prelude=self.prelude)).text
+            return operation(
+                Call(value=value, args=[Expr(text, SUM)], dtypes=[compute_dtype], sources=[], prelude=self.prelude)
+            ).text
 
         loop.starts += [f"{c_type} {highest} = std::numeric_limits<{c_type}>::lowest();", f"double {total} = 0;"]
         loop.starts.append(f"int {flag} = 0;")

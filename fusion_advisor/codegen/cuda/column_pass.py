@@ -231,13 +231,14 @@ def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterat
     values = plan.program.values
     kind, is_float32 = COMPUTE[values[pair.highest].dtype], values[pair.highest].dtype == "float32"
     highest, total, element = (writer.text(n).code for n in (pair.highest, pair.total, pair.element))
+    minuend = writer.text(pair.element).at(SUM)
     part, raised, sum_part = (writer.fresh(name) for name in (f"{highest}_part", f"{highest}_raised", f"{total}_part"))
     row_highest, row_total = writer.fresh(f"row_{highest}"), writer.fresh(f"row_{total}")
-    exp = writer.printed(pair.exponential, values[pair.exponential], [Text("@")]).code
+    exp = writer.printed(pair.exponential, values[pair.exponential], [Text("@", SUM)]).code
     infinity, nan = ("INF_VALUEF", "NAN_VALUEF") if is_float32 else ("INF_VALUE", "NAN_VALUE")
     writer.helpers |= {"row_reduce", "nan_max", infinity, *(() if pair.is_finite else (nan,))}
     declared = [declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]
-    adding = [f"{sum_part} += {exp.replace('@', f'{element} - {part}')};"]
+    adding = [f"{sum_part} += {exp.replace('@', f'{minuend} - {part}')};"]
     edge, sum_there = (f"{row_highest} == {infinity}", infinity) if pair.is_finite else (f"{row_total} == 0", nan)
     return {
         "accumulators": [f"{kind} {part} = {_LOWEST[kind]};", f"{kind} {sum_part} = 0;"],
@@ -264,7 +265,8 @@ def _moments(plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterato
     seen, step, deviation = (writer.fresh(f"{noun}_{name}") for name in ("seen", "step", "deviation"))
     writer.helpers |= {"row_reduce", "moments"}
     declared = [declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]
-    adding = [f"const {kind} {deviation} = {element} - {step}.mean;", f"{step}.squares += {deviation} * {deviation};"]
+    minuend = writer.text(pair.element).at(SUM)
+    adding = [f"const {kind} {deviation} = {minuend} - {step}.mean;", f"{step}.squares += {deviation} * {deviation};"]
     return {
         "accumulators": [f"Moments<{kind}> {seen} = {{}};"],
         "start": [f"Moments<{kind}> {step} = {{}};"],

@@ -155,6 +155,8 @@ def _piece_at(
 
     lowest, highest = lowering.range_of(place)
     inside = [n for n in range(len(pieces)) if sum(sizes[:n]) <= highest and sum(sizes[: n + 1]) > lowest]
+    if not inside:
+        raise CannotLower("FA603", "a cat of pieces that are all empty has no element")
     if len(inside) == 1:
         return element(inside[0], None)
     if place.gathered or len(inside) > _MOST_PIECES:
