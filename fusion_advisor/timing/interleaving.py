@@ -133,8 +133,7 @@ def interleave(
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
         is_settled: whether the times so far, of each candidate, will do.
         still_open: which candidates further rounds are made of, by the times so far; None: the same as before. The others are
-            left out from then on, and no more rounds are made than ``budget_s`` would have bought of all. Asked once
-            ``least_s`` is over.
+            left out, and no more rounds are made than ``budget_s`` would have bought of all. Asked once ``least_s`` is over.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called after each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
         timer: times the runs where CUDA events do not, and the budget.

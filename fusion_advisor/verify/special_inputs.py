@@ -73,15 +73,20 @@ def special_inputs(
         ends = [_nan_at_end(root, read.get(number)) for number, root in enumerate(roots)]
         found.append(("NaN at the end of each operand", ends))
     kinds = {root.dtype for root in roots if not root.is_floating_point() and root.numel() > 1}
-    masks = max((root.numel() for root in roots if root.dtype == torch.bool), default=0)
-    if masks:
-        for title in ("all true", "all false", "another mask", "one row all false")[: 4 if masks > 1 else 2]:
-            made = [_mask(root, title, seed) if root.dtype == torch.bool else root for root in roots]
-            found.append((f"mask {title}", made))
+    found += _masks(roots, seed)
     if kinds - {torch.bool} and not is_in_place:
         for title in ("smallest", "largest", "reversed"):
             found.append((f"{title} indices", [_indices(root, title) for root in roots]))
     return found
+
+
+def _masks(roots: Sequence[torch.Tensor], seed: int) -> list[tuple[str, list[torch.Tensor]]]:
+    """Sets with other masks; a mask of one element is true or false."""
+    most = max((root.numel() for root in roots if root.dtype == torch.bool), default=0)
+    titles = ("all true", "all false", "another mask", "one row all false")[: {0: 0, 1: 2}.get(most, 4)]
+    return [
+        (f"mask {title}", [_mask(root, title, seed) if root.dtype == torch.bool else root for root in roots]) for title in titles
+    ]
 
 
 def overflowing_sums(
