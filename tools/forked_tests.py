@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import multiprocessing
 import os
-import signal
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -77,64 +78,53 @@ class ForkedTests:
 
     def _run(self, name: str, items: Sequence[pytest.Item], workers: int) -> None:
         """Fork the workers of some tests, and new ones for those that a test has ended."""
-        shared = Next(self.results / f"{name}.next")
-        gpus = visible_gpus()
-        alive: dict[int, int] = {}
+        shared, gpus, forked = Next(self.results / f"{name}.next"), visible_gpus(), multiprocessing.get_context("fork")
+        alive: dict[Any, tuple[str, BaseProcess]] = {}
         begun = in_vain = 0
         left = range(0)
         while begun < workers or alive:
             while begun < workers:
-                alive[self._fork(name, begun, gpus, items, shared, left)] = begun
+                gpu = gpus[begun % len(gpus)] if len(gpus) > 1 else None
+                worker = forked.Process(target=self._work, args=(f"{name}-{begun}", gpu, items, shared, left))
+                worker.start()
+                alive[worker.sentinel] = (f"{name}-{begun}", worker)
                 begun += 1
-            pid, status = self._ended(alive)
-            number = alive.pop(pid)
-            lines = list(_lines(self.results, f"{name}-{number}"))
+            ended, process = alive.pop(self._next_to_end(alive))
+            process.join()
+            lines = list(_lines(self.results, ended))
             left = left_by(lines, len(items))
             in_vain = 0 if any(line["outcome"] != "crashed" for line in lines) else in_vain + 1
             if in_vain > _MOST_IN_VAIN:
-                said = (self.results / f"{name}-{number}.txt").read_text(encoding="utf-8", errors="replace")
-                self._kill(alive)
+                said = (self.results / f"{ended}.txt").read_text(encoding="utf-8", errors="replace")
+                _kill(alive)
                 raise pytest.UsageError(f"{in_vain} workers in turn ended with their first test; the last one said:\n{said}")
-            if status and not self._is_over():
+            if process.exitcode and not self._is_over():
                 workers += 1
 
-    def _fork(self, name: str, number: int, gpus: Sequence[str], items: Sequence[pytest.Item], shared: Next, left: range) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            if len(gpus) > 1:
-                os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
-            printed = os.open(self.results / f"{name}-{number}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(printed, 1)
-            os.dup2(printed, 2)
-            with (self.results / f"{name}-{number}.jsonl").open("w", buffering=1) as lines:
-                work(items, shared, Writer(lines), self._is_over, left)
-            code = 0
-        except BaseException:  # noqa: BLE001 - the process ends here whatever happens, and its file says why
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def _kill(self, alive: Iterable[int]) -> None:
-        for worker in alive:
-            os.kill(worker, signal.SIGKILL)
+    def _work(self, worker: str, gpu: str | None, items: Sequence[pytest.Item], shared: Next, left: range) -> None:
+        """What a forked process does; its output and its lines go to files of its name."""
+        if gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        printed = os.open(self.results / f"{worker}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        with (self.results / f"{worker}.jsonl").open("w", buffering=1) as lines:
+            work(items, shared, Writer(lines), self._is_over, left)
 
     def _is_over(self) -> bool:
         return time.monotonic() - self.started > self.seconds
 
-    def _ended(self, alive: dict[int, int]) -> tuple[int, int]:
+    def _next_to_end(self, alive: Mapping[Any, tuple[str, BaseProcess]]) -> Any:
         """Wait for a worker to end; those whose test outlasts the time are killed."""
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid in alive:
-                return pid, status
+        while not (ready := connection.wait(list(alive), timeout=1.0)):
             if time.monotonic() - self.started > self.seconds + _GRACE_S:
-                self._kill(alive)
-            time.sleep(0.1)
+                _kill(alive)
+        return ready[0]
+
+
+def _kill(alive: Mapping[Any, tuple[str, BaseProcess]]) -> None:
+    for _, worker in alive.values():
+        worker.kill()
 
 
 @dataclass(slots=True, eq=False)

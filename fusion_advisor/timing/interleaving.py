@@ -132,8 +132,8 @@ def interleave(
         least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
         is_settled: whether the times so far, of each candidate, will do.
-        still_open: which candidates further rounds are made of, by the times so far; None: the same as before. The others are
-            left out, and no more rounds are made than ``budget_s`` would have bought of all. Asked once ``least_s`` is over.
+        still_open: which candidates go on, by the times so far; None: the same as before. The others are left out, and the number
+            of rounds stays what ``budget_s`` allows for all candidates. It is asked after each round from ``least_s`` on.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called after each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
         timer: times the runs where CUDA events do not, and the budget.
@@ -169,7 +169,7 @@ class _Schedule:
     """When enough rounds were made; the fields are :func:`interleave`'s.
 
     Attributes:
-        bought: rounds of all candidates that the budget pays for; None while all are timed.
+        most_rounds: what the budget allowed when all candidates were timed; None as long as they all are.
     """
 
     rounds: int
@@ -178,12 +178,12 @@ class _Schedule:
     least_s: float
     most_s: float
     is_settled: Callable[[list[list[int]]], bool]
-    bought: int | None = None
+    most_rounds: int | None = None
 
     def keep_rounds(self, number: int, taken_s: float) -> None:
-        """Make as many rounds as if all candidates went on, when the first of them are left out."""
-        if self.bought is None:
-            self.bought = max(number, round(number * self.budget_s / max(taken_s, 1e-9)))
+        """Fix the number of rounds at what the budget allows for all candidates, when the first of them are left out."""
+        if self.most_rounds is None:
+            self.most_rounds = max(number, round(number * self.budget_s / max(taken_s, 1e-9)))
 
     def is_over(self, number: int, taken_s: float, times: list[list[int]]) -> bool:
         """Whether to end ahead of a round.
@@ -193,7 +193,7 @@ class _Schedule:
             taken_s: seconds since the first began.
             times: of each candidate so far.
         """
-        is_enough = taken_s > self.budget_s or (self.bought is not None and number >= self.bought)
+        is_enough = taken_s > self.budget_s or (self.most_rounds is not None and number >= self.most_rounds)
         is_spent = number >= self.least and is_enough and (taken_s > self.most_s or self.is_settled(times))
         return taken_s >= self.least_s and (number >= self.rounds or is_spent)
 

@@ -129,7 +129,9 @@ def as_timed(times):
 
 def test_a_settled_rewrite_costs_no_further_rounds():
     times = as_timed(stacked(100, [0.05, 0.0049, 0.03, 0.04], 0.002, 3))
-    assert [len(series) for series in times] == [100, 100, 100, 100, 10, 10], "the second and what it is compared with go on"
+    assert [len(series) for series in times] == [100, 100, 100, 100, 10, 10], (
+        "the second rewrite is open, so the steps without it and with it go on"
+    )
     assert [len(series) for series in as_timed(stacked(100, [0.05, 0.04], 0.001, 3))] == [10, 10, 10, 10]
 
 
