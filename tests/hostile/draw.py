@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from tests.hostile.programs import LAYOUTS, VALUES, Input, Line, Program, evaluate
+from tests.hostile.programs import LAYOUTS, SUMMED, VALUES, Input, Line, Program, evaluate
 from tests.hostile.proposals import proposals, weights
 from tests.hostile.proposals_base import FLOATS, INTEGERS, Nothing
 
@@ -206,7 +207,10 @@ class Draw:
         if self.chance(0.05):
             outputs.append(self.random.choice(names))
         self.random.shuffle(outputs)
-        return Program(inputs=tuple(self.inputs), lines=tuple(self.lines), outputs=tuple(outputs), seed=self.seed)
+        inputs = self.inputs
+        if any(line.sums for line in self.lines):
+            inputs = [replace(one, values=SUMMED) if one.values == "special" else one for one in inputs]
+        return Program(inputs=tuple(inputs), lines=tuple(self.lines), outputs=tuple(outputs), seed=self.seed)
 
 
 def draw(seed: int, *, most_lines: int = 12, device: str = "cpu") -> Program:

@@ -25,6 +25,7 @@ VALUES = ("normal", "large", "small", "whole", "special", "zeros")
 
 _NAMES = {"torch": torch, "functional": functional, "seeded_dropout": seeded_dropout}
 _NUMBER = re.compile(r"\b[xv]\d+\b")
+_SUMS = re.compile(r"sum\(|mean\(|var\(|std\(|norm\(|matmul\(|linear\(|'mean'|'sum'")
 _FLOATS = re.compile(r"torch\.(float16|bfloat16|float32|float64)\b")
 _numbers = itertools.count()
 
@@ -64,6 +65,11 @@ class Line:
     def reads(self) -> tuple[str, ...]:
         """Names of the values that the expression takes."""
         return tuple(dict.fromkeys(_NUMBER.findall(self.text)))
+
+    @property
+    def sums(self) -> bool:
+        """Whether it adds up more than two numbers, in an order that is the kernel's own."""
+        return bool(_SUMS.search(self.text))
 
     @property
     def writes(self) -> bool:
@@ -138,7 +144,7 @@ def tensor(
         shape: of the result.
         dtype: any; complex numbers are normal.
         layout: one of :data:`LAYOUTS`; what a shape cannot have is dense.
-        values: one of :data:`VALUES`.
+        values: one of :data:`VALUES`, or :data:`SUMMED`.
         below: make integers in ``[0, below)`` instead.
         seed: of the numbers.
         device: where it lies.
@@ -165,6 +171,8 @@ def _memory(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], Calla
 
 
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, 65504.0, 2e19, 3e38, -3e38)
+SUMMED = "special, summed"
+"""Special values without the largest numbers, whose sum overflows in one order of the terms and not in another."""
 
 
 def _numbers_of(shape: tuple[int, ...], dtype: torch.dtype, values: str, below: int, generator: torch.Generator) -> torch.Tensor:
@@ -176,13 +184,14 @@ def _numbers_of(shape: tuple[int, ...], dtype: torch.dtype, values: str, below: 
         info = torch.iinfo(dtype)
         if below:
             return torch.randint(0, below, shape, generator=generator).to(dtype)
-        if values == "special":
+        if values in ("special", SUMMED):
             ends = torch.tensor([info.min, info.max, 0, 1, max(info.min, -1), info.max // 2], dtype=dtype)
             return ends[torch.randint(0, 6, shape, generator=generator)]
         return torch.randint(max(info.min, -9), 10, shape, generator=generator).to(dtype)
     made = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if values == "special":
-        chosen = torch.tensor(_SPECIAL, dtype=torch.float64)[torch.randint(0, len(_SPECIAL), shape, generator=generator)]
+    if values in ("special", SUMMED):
+        among = _SPECIAL if values == "special" else [value for value in _SPECIAL if not 1e38 < abs(value) < math.inf]
+        chosen = torch.tensor(among, dtype=torch.float64)[torch.randint(0, len(among), shape, generator=generator)]
         made = torch.where(torch.rand(shape, generator=generator) < 0.2, chosen, made)
     scaled = {"large": made * 32, "small": made * 1e-3, "whole": (made * 3).round(), "zeros": made * 0}
     return scaled.get(values, made).to(dtype)
@@ -228,7 +237,11 @@ def compiled(program: Program) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 @dataclass(slots=True)
 class Noise:
-    """Rounding errors that could have been made: each computed float is moved by up to a unit of the dtype it had in eager."""
+    """Rounding errors that could have been made: each computed float is moved by up to a unit of the dtype it had in eager.
+
+    An op that sums has rounding errors on the way too. They are those of moved operands: what a normalisation subtracts from a
+    number is as uncertain as the number's last digit.
+    """
 
     units: Mapping[str, float]
     generator: random.Random = field(default_factory=lambda: random.Random(0))
@@ -255,17 +268,30 @@ def run_wide(
     try:
         with torch.no_grad():
             for line in program.lines:
-                result = eval(wide_text(line.text), dict(_NAMES), values)
+                unit = 0.0 if noise is None else noise.units.get(line.name, 0.0)
+                result = eval(wide_text(line.text), dict(_NAMES), _moved_operands(line, values, noise, unit))
                 values[line.name] = result
                 if not isinstance(result, torch.Tensor):
                     continue
                 is_new = result.untyped_storage().data_ptr() not in known
                 known.add(result.untyped_storage().data_ptr())
                 if noise is not None and (is_new or line.writes) and result.is_floating_point():
-                    _move(result, noise.units.get(line.name, 0.0), noise.generator)
+                    _move(result, unit, noise.generator)
     finally:
         torch.set_default_dtype(before)
     return tuple(values[name] for name in program.outputs), given
+
+
+def _moved_operands(
+    line: Line, values: Mapping[str, torch.Tensor], noise: Noise | None, unit: float
+) -> Mapping[str, torch.Tensor]:
+    """The values, with copies that are moved by up to a unit in place of those that a sum reads."""
+    if noise is None or unit == 0 or line.writes or not line.sums:
+        return values
+    moved = {name: values[name].clone() for name in line.reads if values[name].is_floating_point()}
+    for value in moved.values():
+        _move(value, unit, noise.generator)
+    return {**values, **moved}
 
 
 def widened(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,7 @@ from tests.hostile import proposals as module
 from tests.hostile.draw import Draw, draw
 from tests.hostile.harness import DOORS, try_programs
 from tests.hostile.judge import Side, judge
-from tests.hostile.programs import Input, Line, Program, compiled
+from tests.hostile.programs import SUMMED, Input, Line, Program, compiled, tensor
 from tests.hostile.proposals import _OWN, _SPELT, proposals
 from tests.hostile.random_graphs import run, smallest
 from tests.hostile.shrink import shrink
@@ -152,6 +152,22 @@ def test_eager_itself_passes():
 def test_what_differs_from_eager_is_said(change, words):
     (fault,) = judged(of("x0.exp()"), change).wrong[:1]
     assert words in fault
+
+
+def test_rounding_errors_inside_a_norm_are_no_fault():
+    """The number nearest to its row's mean is all that is left of two larger ones."""
+    program = of("functional.layer_norm(x0, (33,))", "torch.square(v0)", "torch.amin(v1)")
+    assert judged(program, lambda value: value * (1 + 3e-6)).is_noisy
+    assert judged(program, lambda value: value * (1 + 1e-4)).wrong
+
+
+def test_special_numbers_that_are_summed_overflow_in_no_order():
+    for values in ("special", SUMMED):
+        made = tensor((4096,), torch.float32, values=values)
+        largest = made[made.isfinite()].abs().max()
+        assert (largest > 1e38) == (values == "special")
+    summed = [program for program in map(draw, range(200)) if any(line.sums for line in program.lines)]
+    assert summed and not any(one.values == "special" for program in summed for one in program.inputs)
 
 
 def test_an_output_that_shares_an_inputs_memory_must_go_on_doing_so():

@@ -248,11 +248,13 @@ def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> Non
         replaced = dict(zip(originals, results, strict=True))
         for original, result in replaced.items():
             result.meta["val"] = original.meta.get("val")
-        # Views that lie inside the chain but are read outside are made again on the fused value.
+        # Views that lie inside the chain but are read outside are made again on the fused value, and not before
+        # the original: `type_as` reads a second value, which may be computed after the chain's first reader.
         for index in sorted(site.members):
             node = live[index]
             if node not in replaced and any(source in replaced and _shows(node, source) for source in node.all_input_nodes):
-                replaced[node] = graph.node_copy(node, lambda source: replaced.get(source, source))
+                with graph.inserting_before(max(first_reader, node)):
+                    replaced[node] = graph.node_copy(node, lambda source: replaced.get(source, source))
     for original, result in replaced.items():
         original.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
     for index, result in zip(site.outputs, results, strict=True):

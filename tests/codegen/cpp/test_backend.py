@@ -439,6 +439,16 @@ def test_an_empty_row_sums_to_zero(tmp_path):
     assert out.tolist() == [0, 0, 0]
 
 
+def test_no_elements_are_walked_where_columns_have_no_stride(tmp_path):
+    """An expanded dim of no elements has stride 0 in the result too."""
+    make = Maker(3, 0)
+    make.store(make.op("exp", make.load("x", (1, 0))), (1, 0))
+    empty = torch.empty(0)
+    backend = CppBackend()
+    built = backend.build(backend.render(make.program(), HEADER, tuning=Tuning(), fast_math=False), tmp_path / "k.cpp")
+    built.bind(make.program())(empty, empty.clone())
+
+
 @pytest.mark.parametrize("place", [0, 767])
 def test_layernorm_of_one_column_alone(place, tmp_path):
     """One lane adds equal tiny squares to a large one: each is rounded to the same side."""

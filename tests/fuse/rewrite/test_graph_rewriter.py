@@ -87,6 +87,24 @@ def test_a_view_inside_that_is_read_outside_is_made_again():
     torch.testing.assert_close((one, two), function(x))
 
 
+def test_a_view_that_reads_a_second_value_is_made_again_after_that():
+    def function(x, y):
+        h = torch.tanh(x)
+        read_first = h @ h
+        late = y @ y  # after the call, which the product above waits for
+        return h.type_as(late), torch.exp(h), read_first
+
+    def call(x):
+        return [torch.tanh(x), torch.exp(torch.tanh(x))]
+
+    call.__name__ = "fa_test"
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    module, members = one_site(function, (x, y), (0, 3, 4), (0, 4), (0,), call)
+    assert members == ["tanh", "exp"]
+    torch.testing.assert_close(module(x, y), function(x, y))
+    assert not any("aten.tanh" in str(node.target) for node in module.graph.nodes)
+
+
 def test_two_outputs_reach_their_own_readers():
     def function(x):
         y = torch.tanh(x)
