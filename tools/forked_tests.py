@@ -3,7 +3,7 @@
 Workers of pytest-xdist import everything themselves: 24 of them on a GPU's host took eight of nine minutes for that. Here one
 process imports and collects, and forks before anything asks CUDA. Each worker has one GPU where there are several, takes a few
 tests at a time in their order, and leaves a line of JSON for each, so a run that is cut off has its results. A test that ends its
-process is a failure, and a worker takes its place. Tests marked ``serial`` run last, by one worker.
+process is a failure, and a worker takes its place. Tests marked ``serial`` run last, by one worker for each GPU.
 
     python -m tools.forked_tests --workers 24 --seconds 500 --results results -m gpu
 """
@@ -68,7 +68,7 @@ class ForkedTests:
         first_serial = next((n for n, item in enumerate(session.items) if item.get_closest_marker("serial")), len(session.items))
         for name, items, workers in (
             ("test", session.items[:first_serial], self.workers),
-            ("serial", session.items[first_serial:], 1),
+            ("serial", session.items[first_serial:], max(1, len(visible_gpus()))),
         ):
             self._run(name, items, min(workers, len(items)))
         read = outcomes(self.results)

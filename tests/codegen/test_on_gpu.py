@@ -15,10 +15,9 @@ import torch
 from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.codegen.cuda.candidates import is_faster_in_cuda
 from fusion_advisor.codegen.registry import backend as backend_of
+from fusion_advisor.evaluate.bench.inputs import make_inputs
 from fusion_advisor.evaluate.check import check_kernel
-from fusion_advisor.evaluate.check_inputs import make_inputs
 from fusion_advisor.library.discover import list_kernels, load_references
-from fusion_advisor.library.spec import Case
 from tests.kernel_cases import overflow
 from tests.kernel_cases.on_device import HEADER, LAYOUTS, SHAPES, laid_out, like, site
 
@@ -163,7 +162,7 @@ def test_memory_is_the_limit(tmp_path, name, backend, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = SPECS[name]
     case = max(spec.bench, key=lambda case: sum(math.prod(spec.shape_of(t, case)) for t in spec.inputs))
-    inputs = make_inputs(spec, Case(sizes=case.sizes, dtypes=("bfloat16",)), "bfloat16", "normal", "cuda")
+    inputs = make_inputs(spec, dict(case.sizes), torch.bfloat16, torch.device("cuda"), seed=0)
     made = site(load_references(spec).references[0][1], inputs, backend, tmp_path, is_tuned=True)
     outputs = made.run(inputs)
     moved = made.program.moved_bytes
