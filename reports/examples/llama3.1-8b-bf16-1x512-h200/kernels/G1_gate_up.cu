@@ -1,3 +1,16 @@
+// Build and run: nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a fa_gate_up_4f774d.cu -o check && ./check
+#ifndef __CUDACC_RTC__  // before the macros of the kernel, whose names these headers use
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+typedef __nv_bfloat16 element;
+#endif
+
 // gate_up: gate and up projections and silu(gate) * up in one GEMM, for the many rows of a prefill
 //
 // 120.3 GFLOP on 253.8 MB: the weight (28672 x 4096 bfloat16), x and the result, once each.
@@ -30,8 +43,10 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
-// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
-__device__ __forceinline__ float half_exp2(float x) {
+// ---- helpers ----
+
+// Good to 22 bits; below 2^-126 it is 0, a difference that no 16-bit result shows unless it is made of such numbers alone.
+__device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -39,11 +54,13 @@ __device__ __forceinline__ float half_exp2(float x) {
 
 // Good to 20 bits, for results that are rounded to 11 at most. A reciprocal would need three more instructions, or lose what is
 // below 2^-126; the root of it cannot get there.
-__device__ __forceinline__ float half_sigmoid(float x) {
+__device__ __forceinline__ float sigmoid_16bit(float x) {
     float root;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(1.0f + half_exp2(x * -1.4426950408889634f)));
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(1.0f + exp2_16bit(x * -1.4426950408889634f)));
     return root * root;
 }
+
+// ---- kernel ----
 
 constexpr int TOKENS = 128;  // rows of x for a block, 64 for each of its two multiplying warpgroups
 constexpr int DEPTH = 64;    // columns of a tile: 128 bytes, the span of the swizzle
@@ -92,7 +109,7 @@ __device__ __forceinline__ void store_tile(const TensorMap* to, unsigned from, i
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, { %2, %3}], [%1];"
                  :: "l"(to), "r"(from), "r"(col), "r"(row) : "memory");
 }
-// What wgmma is told of a tile: where it begins, that 8 of its rows lie in 1024 bytes, and that those are swizzled.
+// A tile's descriptor for wgmma: where it begins, that 8 of its rows lie in 1024 bytes, and that those are swizzled.
 __device__ __forceinline__ unsigned long long tile_at(unsigned address) {
     return (unsigned long long)((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -132,8 +149,8 @@ __device__ __forceinline__ void multiply(float (&sums)[ROWS], unsigned long long
                  : "l"(x), "l"(weight), "r"(is_added));
 }
 __device__ __forceinline__ unsigned gated_pair(const float (&sums)[ROWS], int at) {
-    const float low = sums[at] * half_sigmoid(sums[at]) * sums[at + ROWS / 2];
-    const float high = sums[at + 1] * half_sigmoid(sums[at + 1]) * sums[at + 1 + ROWS / 2];
+    const float low = sums[at] * sigmoid_16bit(sums[at]) * sums[at + ROWS / 2];
+    const float high = sums[at + 1] * sigmoid_16bit(sums[at + 1]) * sums[at + 1 + ROWS / 2];
     unsigned both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
@@ -158,7 +175,7 @@ fa_gate_up_4f774d(
     }
     cluster_sync();
 
-    // A cluster's blocks take neighbouring rows of x and share the weight's. Clusters beside each other take the same rows of the
+    // A cluster's blocks take neighbouring rows of x and share the weight's. Neighbouring clusters take the same rows of the
     // weight too, so that it is read from memory once.
     constexpr int DOWN = (M + TOKENS * CLUSTER - 1) / (TOKENS * CLUSTER), TILES = DOWN * ((N + ROWS - 1) / ROWS);
     constexpr int STEPS = (K + DEPTH - 1) / DEPTH;
@@ -234,3 +251,173 @@ fa_gate_up_4f774d(
     }
     cluster_sync();  // a block's shared memory must be there for what the other one still sends
 }
+
+// ---- launch, reference and check ----
+#ifndef __CUDACC_RTC__
+
+// The driver's description of a row-major matrix and of the tiles that are copied out of it or into it.
+static bool describe(TensorMap* map, const void* data, unsigned long long rows, unsigned long long cols, unsigned tile_rows,
+                     unsigned tile_cols, bool is_swizzled) {
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found) != cudaSuccess) return false;
+  const cuuint64_t sizes[] = {cols, rows}, row_bytes[] = {cols * sizeof(element)};
+  const cuuint32_t tile[] = {tile_cols, tile_rows}, steps[] = {1, 1};
+  CUtensorMap encoded;
+  static_assert(sizeof encoded == sizeof *map, "a tensor map has 128 bytes");
+  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+      &encoded, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, row_bytes, tile, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, is_swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  std::memcpy(map, &encoded, sizeof encoded);
+  return result == CUDA_SUCCESS;
+}
+
+// Sizes are those of the kernel's site, which are constants of the kernel. Tensors must be contiguous and aligned to 16 bytes.
+static inline cudaError_t launch(
+    cudaStream_t stream,
+    const element* x,
+    const element* weight,
+    element* out) {
+  TensorMap x_map;
+  if (!describe(&x_map, x, M, K, TOKENS, DEPTH, true)) return cudaErrorNotSupported;
+  TensorMap weight_map;
+  if (!describe(&weight_map, weight, 2 * N, K, ROWS, DEPTH, true)) return cudaErrorNotSupported;
+  TensorMap out_map;
+  if (!describe(&out_map, out, M, N, TOKENS / 2, ROWS, false)) return cudaErrorNotSupported;
+  int device = 0, multiprocessors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const int tiles = (M + TOKENS * CLUSTER - 1) / (TOKENS * CLUSTER) * ((N + ROWS - 1) / ROWS);
+  const int clusters = std::max(1, multiprocessors / CLUSTER);
+  const dim3 grid(CLUSTER * std::min(tiles, clusters));
+  const dim3 block(384);
+  const int shared_bytes = 208896;
+  const cudaError_t error = cudaFuncSetAttribute(fa_gate_up_4f774d, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  fa_gate_up_4f774d<<<grid, block, shared_bytes, stream>>>(x_map, weight_map, out_map);
+  return cudaGetLastError();
+}
+
+namespace check {
+
+template <typename T>
+static __host__ __device__ T number(element bits) { return static_cast<T>(static_cast<float>(bits)); }
+
+// One element of the result, op by op, computed in T and not rounded.
+template <typename T>
+static __host__ __device__ T result(
+    const element* x,
+    const element* weight,
+    long long row, long long col) {
+  T value = 0, up = 0;
+  for (long long k = 0; k < K; ++k) {
+    const T factor = number<T>(x[row * K + k]);
+    value += factor * number<T>(weight[col * K + k]);
+    up += factor * number<T>(weight[(N + col) * K + k]);
+  }
+  value = value / (T(1) + exp(-value)) * up;
+  return value;
+}
+
+template <typename T>
+static __global__ void reference(
+    const element* x,
+    const element* weight,
+    T* out) {
+  const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < (long long)M * N) out[index] = result<T>(x, weight, index / N, index % N);
+}
+
+// A hash of the index gives four uniform numbers; their sum is close to normal.
+static __host__ __device__ float normal(unsigned long long index, unsigned long long seed) {
+  unsigned long long bits = (index + 1) * 0x9E3779B97F4A7C15ull + seed * 0xD1B54A32D192ED03ull;
+  bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9ull;
+  bits = (bits ^ bits >> 27) * 0x94D049BB133111EBull;
+  bits ^= bits >> 31;
+  const unsigned long long sum = (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);
+  return (sum / 65536.0f - 2) * 1.7320508f;
+}
+
+static __global__ void fill(element* to, long long count, unsigned long long seed, float scale) {
+  const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < count) to[index] = element(normal(index, seed) * scale);
+}
+
+// The norm of the difference over the norm of the truth.
+template <typename S>
+static double relative_error(const std::vector<S>& found, const std::vector<double>& truth) {
+  double difference = 0, scale = 0;
+  for (size_t i = 0; i < truth.size(); ++i) {
+    const double error = static_cast<double>(static_cast<float>(element(found[i]))) - truth[i];
+    difference += std::isfinite(error) ? error * error : INFINITY;
+    scale += truth[i] * truth[i];
+  }
+  return difference == 0 ? 0 : std::sqrt(difference / scale);
+}
+
+}  // namespace check
+
+#define CHECK_CUDA(call)                                                    \
+  do {                                                                      \
+    const cudaError_t error = (call);                                       \
+    if (error != cudaSuccess) {                                             \
+      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error));   \
+      return 2;                                                             \
+    }                                                                       \
+  } while (0)
+
+int main() {
+  element* x;
+  CHECK_CUDA(cudaMalloc(&x, 2097152ull * sizeof(element)));
+  check::fill<<<2097152ull / 256 + 1, 256>>>(x, 2097152ull, 1, 1.000000f);
+  element* weight;
+  CHECK_CUDA(cudaMalloc(&weight, 117440512ull * sizeof(element)));
+  check::fill<<<117440512ull / 256 + 1, 256>>>(weight, 117440512ull, 2, 0.015625f);
+  element* out;
+  CHECK_CUDA(cudaMalloc(&out, 7340032ull * sizeof(element)));
+  constexpr size_t count = size_t(M) * N;
+  double* truth_device;
+  float* plain_device;
+  CHECK_CUDA(cudaMalloc(&truth_device, count * sizeof(double)));
+  CHECK_CUDA(cudaMalloc(&plain_device, count * sizeof(float)));
+  check::reference<double><<<count / 256 + 1, 256>>>(x, weight, truth_device);
+  check::reference<float><<<count / 256 + 1, 256>>>(x, weight, plain_device);
+  CHECK_CUDA(launch(nullptr, x, weight, out));
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::vector<double> truth(count);
+  std::vector<float> plain(count);
+  std::vector<element> found(count);
+  CHECK_CUDA(cudaMemcpy(truth.data(), truth_device, count * sizeof(double), cudaMemcpyDeviceToHost));
+  CHECK_CUDA(cudaMemcpy(plain.data(), plain_device, count * sizeof(float), cudaMemcpyDeviceToHost));
+  CHECK_CUDA(cudaMemcpy(found.data(), out, count * sizeof(element), cudaMemcpyDeviceToHost));
+  // A computation op by op in float, rounded once, has this error; the kernel may have half as much again.
+  const double limit = 1.5 * check::relative_error(plain, truth) + 2e-06;
+  const double error = check::relative_error(found, truth);
+  std::printf("out: relative error %.2e, limit %.2e: %s\n", error, limit, error <= limit ? "ok" : "WRONG");
+
+  void* flushed;  // written between runs, so that none of them finds its data in the L2 cache
+  const size_t flushed_bytes = size_t{256} << 20;
+  CHECK_CUDA(cudaMalloc(&flushed, flushed_bytes));
+  cudaEvent_t start, stop;
+  CHECK_CUDA(cudaEventCreate(&start));
+  CHECK_CUDA(cudaEventCreate(&stop));
+  std::vector<double> microseconds;
+  for (int run = 0; run < 30; ++run) {
+    CHECK_CUDA(cudaMemsetAsync(flushed, 0, flushed_bytes, nullptr));
+    CHECK_CUDA(cudaEventRecord(start, nullptr));
+    CHECK_CUDA(launch(nullptr, x, weight, out));
+    CHECK_CUDA(cudaEventRecord(stop, nullptr));
+    CHECK_CUDA(cudaEventSynchronize(stop));
+    float milliseconds = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&milliseconds, start, stop));
+    microseconds.push_back(milliseconds * 1e3);
+  }
+  std::sort(microseconds.begin(), microseconds.end());
+  const double median = microseconds[microseconds.size() / 2];
+  std::printf("fa_gate_up_4f774d: %.2f us, %.1f GB/s, %.1f TFLOP/s, cold L2 cache\n", median, 253755392.0 / median / 1e3,
+              120259084288.0 / median / 1e6);
+  return error <= limit ? 0 : 1;
+}
+
+#endif  // __CUDACC_RTC__
