@@ -55,15 +55,18 @@ def rms_norm(d: Draw) -> str:
 def group_norm(d: Draw) -> str:
     x = d.any(lambda value: value.is_floating_point() and value.dim() >= 2 and value.shape[1] > 0)
     channels = d.values[x].shape[1]
+    # Eager scales by weight ÷ deviation and shifts by bias - mean × that: an infinite weight gives NaN, one product does not.
+    kind = "normal" if d.is_special else ""
     groups = d.random.choice([count for count in range(1, channels + 1) if channels % count == 0][:4])
-    parts = [d.input((channels,), d.values[x].dtype, layout="dense") if d.chance(0.6) else "None" for _ in range(2)]
+    parts = [d.input((channels,), d.values[x].dtype, layout="dense", values=kind) if d.chance(0.6) else "None" for _ in range(2)]
     return f"functional.group_norm({x}, {groups}, {parts[0]}, {parts[1]})"
 
 
 def batch_norm(d: Draw) -> str:
     x = d.float(2)
     channels = (d.values[x].shape[1],)
-    mean, weight, bias = (d.input(channels, d.values[x].dtype, layout="dense") for _ in range(3))
+    kind = "normal" if d.is_special else ""
+    mean, weight, bias = (d.input(channels, d.values[x].dtype, layout="dense", values=kind) for _ in range(3))
     return f"functional.batch_norm({x}, {mean}, {weight}.abs() + 0.5, {weight}, {bias}, False)"
 
 
