@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture.trace.attribute import Step
-from fusion_advisor.capture.trace.profiler import MODULE_RANGE, Event, Trace
+from fusion_advisor.capture.trace.events import MODULE_RANGE, Event, Trace
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.records import ModuleTime, Training
 

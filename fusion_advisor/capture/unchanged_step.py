@@ -15,7 +15,7 @@ import torch
 
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step, median_step
-from fusion_advisor.capture.trace.profiler import Trace
+from fusion_advisor.capture.trace.events import Trace
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Timing
 from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by

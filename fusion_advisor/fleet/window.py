@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_advisor.capture.trace.chrome_trace import TraceFile
-from fusion_advisor.capture.trace.profiler import Trace, is_step, is_used, read_events, start_of
+from fusion_advisor.capture.trace.events import Trace, is_step, is_used, read_events, start_of
 from fusion_advisor.capture.trace.trace_event import TraceEvent
 from fusion_advisor.errors import TraceTooLarge
 from fusion_advisor.fleet.task import MOST_EVENTS

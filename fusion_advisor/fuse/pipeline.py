@@ -36,7 +36,7 @@ from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.fuse.stages.try_linear_kernels import LinearKernels, linear_kernels
+from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import Capture, Finding, Report

@@ -19,7 +19,8 @@ from typing import Any
 from fusion_advisor.codegen.common.interface import environment, identifier
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import AdvisorError, UsageError
-from fusion_advisor.library.spec import BadManifest, KernelSpec, read_spec
+from fusion_advisor.library.manifest import BadManifest, read_spec
+from fusion_advisor.library.spec import KernelSpec
 
 _PREFIX, _BASELINE = "reference_", "baseline_"
 

@@ -8,11 +8,12 @@ from torch import nn
 
 from fusion_advisor.capture.graph.op_classes import class_of
 from fusion_advisor.capture.trace.attribute import median_step
-from fusion_advisor.capture.trace.profiler import module_ranges, read_events, record
+from fusion_advisor.capture.trace.events import read_events
+from fusion_advisor.capture.trace.profiler import module_ranges, record
 from fusion_advisor.capture.training import MEAN_LOSS, OWN_LOSS, TrainingStep, in_training, join_modules, loss_of
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.records import OpClass
-from tests.capture.trace.test_profiler import event
+from tests.capture.trace.test_events import event
 
 
 class Net(nn.Module):

@@ -21,7 +21,7 @@ def test_every_trace_is_ranked_or_has_a_reason(once):
 def test_the_ranking_is_that_of_the_traces_themselves(once, traces):
     """Every chain's time again, trace by trace, as ``profile --trace`` ranks it."""
     from fusion_advisor.capture.trace.chrome_trace import TraceFile
-    from fusion_advisor.capture.trace.profiler import read_events
+    from fusion_advisor.capture.trace.events import read_events
     from fusion_advisor.fleet.reduce import LEAST_SHARE
     from fusion_advisor.fuse.modes.trace_profile import join_trace, rank_trace
     from fusion_advisor.library.trace_hints import library_sequences

@@ -16,7 +16,7 @@ from fusion_advisor.cli.app import main
 from fusion_advisor.cli.common import config
 from fusion_advisor.errors import AdvisorError, UnreadableReport
 from fusion_advisor.files.regular_file import MOST_BYTES, unpack
-from fusion_advisor.library.spec import read_spec
+from fusion_advisor.library.manifest import read_spec
 from fusion_advisor.records.serialize import read_capture, read_report
 from tests.report.make_fixtures import DIRECTORY
 

@@ -28,7 +28,7 @@ from fusion_advisor.content import content_dir
 from fusion_advisor.errors import AdvisorError, UnreadableReport
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.plan.plan import make_plan
-from fusion_advisor.library.spec import read_spec
+from fusion_advisor.library.manifest import read_spec
 from fusion_advisor.records.serialize import dump_capture, encode, load_capture, load_report, read_capture
 from fusion_advisor.records.soundness import Unsound, check_plan
 from fusion_advisor.report.markdown import LIMIT, render_markdown

@@ -10,8 +10,9 @@ import torch
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.library.discover import BadReference, UnknownKernel, list_kernels, load_kernel, scaffold
+from fusion_advisor.library.manifest import BadManifest
 from fusion_advisor.library.patterns import lower_reference
-from fusion_advisor.library.spec import BadManifest, Case
+from fusion_advisor.library.spec import Case
 from fusion_advisor.lowering.rules.tables import CannotLower
 
 NAMES = [spec.name for spec in list_kernels()]

@@ -20,8 +20,8 @@ from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.library import kept_patterns as kept
 from fusion_advisor.library import patterns as library
 from fusion_advisor.library.discover import list_kernels, scaffold
+from fusion_advisor.library.manifest import read_spec
 from fusion_advisor.library.match import arithmetic_in
-from fusion_advisor.library.spec import read_spec
 from fusion_advisor.records.serialize import read_capture
 from tests.tiny import patterns as all_patterns
 

@@ -8,7 +8,7 @@ import pytest
 
 from fusion_advisor.library import trace_hints
 from fusion_advisor.library.discover import BadReference, scaffold
-from fusion_advisor.library.spec import read_spec
+from fusion_advisor.library.manifest import read_spec
 from fusion_advisor.library.trace_hints import Resemblance, library_sequences, resemblance
 
 RMSNORM = ("to", "pow", "mean", "add", "rsqrt", "mul", "to", "mul")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fusion_advisor.capture.graph.op_classes import COMPOSITE, MATH_ATTENTION, base_name, class_of
-from fusion_advisor.capture.trace.profiler import KERNEL_RANGE, STEP_RANGE, Event, Trace, is_kernel
+from fusion_advisor.capture.trace.events import KERNEL_RANGE, STEP_RANGE, Event, Trace, is_kernel
 from fusion_advisor.records import Launch, OpClass
 
 FUSED_PREFIX = "fa_"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fusion_advisor.capture.graph.op_classes import COMPOSITE, MATH_ATTENTION, base_name, class_of
 from fusion_advisor.capture.trace.attribute import FUSED_PREFIX, category_of, computing_ops
-from fusion_advisor.capture.trace.profiler import KERNEL_RANGE, STEP_RANGE, Event, Trace, is_kernel, is_step
+from fusion_advisor.capture.trace.events import KERNEL_RANGE, STEP_RANGE, Event, Trace, is_kernel, is_step
 from fusion_advisor.records import OpClass, TensorMeta
 from fusion_advisor.records.op_facts import ROWS_OPERAND
 

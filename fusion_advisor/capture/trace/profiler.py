@@ -1,4 +1,4 @@
-"""One profiled step as raw events: kernels, the calls that launched them, CPU ops and our own ranges.
+"""Runs a step under torch.profiler, in ranges of our own, and returns its events.
 
 The events come from the chrome trace that torch.profiler exports (its one public, complete form): ``key_averages()`` counts
 device time twice, and its op rows hide which kernel ran. Times taken under the profiler are only ever used as shares.
@@ -15,92 +15,19 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import torch
 
 from fusion_advisor.capture.trace.chrome_trace import TraceFile
-from fusion_advisor.capture.trace.trace_event import NOT_RECORDED, EventArguments, TraceEvent, typed
-from fusion_advisor.records import TensorMeta
+from fusion_advisor.capture.trace.events import MODULE_RANGE, STEP_RANGE, Trace, read_events
 
-STEP_RANGE = "fa:step:"
-"""A recorded step's range; in traces made elsewhere it is ``ProfilerStep#``."""
-KERNEL_RANGE = "fa:kernel:"
-"""Stands for a fused kernel on a CPU, where it is no ATen op."""
-MODULE_RANGE = "fa:module:"
-"""The call of a submodule; its path follows."""
-_STEPS = (STEP_RANGE, "ProfilerStep#")
-_RANGES = ("fa:", *_STEPS)
-_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-_ANNOTATION = "user_annotation"
-_RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
-_USED = _DEVICE | _RUNTIME | {_ANNOTATION, "cpu_op"}
-_LAUNCHING = ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch", "Memcpy", "Memset")
-_DTYPES = {
-    "float": "float32",
-    "double": "float64",
-    "c10::Half": "float16",
-    "c10::BFloat16": "bfloat16",
-    "long": "int64",
-    "long int": "int64",
-    "int": "int32",
-    "short": "int16",
-    "signed char": "int8",
-    "unsigned char": "uint8",
-    "bool": "bool",
-}
-"""Names of dtypes in a trace."""
 _LET_GO = "TEARDOWN_CUPTI"
 """What Kineto goes by when a trace is over."""
-_NS_PER_US = 1000
 _MARKER = b"USDT:"
 _log = logging.getLogger(__name__)
-
-
-class Event(NamedTuple):
-    """One event of a trace; times in nanoseconds on the trace's own clock.
-
-    A trace has hundreds of thousands: as frozen dataclasses they would take as long to make as their JSON to decode.
-    """
-
-    name: str
-    start_ns: int
-    duration_ns: int
-    thread: str
-    correlation: int = -1
-    """Joins a kernel to the call that launched it."""
-    external: int = -1
-    """Joins a kernel to the innermost CPU op it was launched from."""
-    stream: int = 0
-    device: int = 0
-    grid: tuple[int, ...] = ()
-    block: tuple[int, ...] = ()
-    sequence: int = -1
-    """Autograd's number: of the node that a forward op makes next, or that an op of the backward pass evaluates."""
-    inputs: tuple[TensorMeta | None, ...] | None = None
-    """Of a CPU op recorded with its shapes; None stands for what is no single tensor."""
-
-    @property
-    def end_ns(self) -> int:
-        """End of the event."""
-        return self.start_ns + self.duration_ns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """The events of one or more steps, each list in order of time."""
-
-    kernels: tuple[Event, ...]
-    launches: tuple[Event, ...]
-    ranges: tuple[Event, ...]
-    """Our own ``fa:`` ranges, and the steps of torch.profiler's schedule."""
-    cpu_ops: tuple[Event, ...]
-    unreadable: int = 0
-    """Events that may be of these kinds, but have no usable name, category or time."""
 
 
 def record(
@@ -260,139 +187,3 @@ def _minds_hooks(module: torch.nn.Module) -> bool:
 def plain_name(path: str) -> str:
     """Return a module's path as a range may carry it: Kineto writes quotes unescaped and drops what is not ASCII."""
     return re.sub(r'[^ -~]|["\\]', "?", path)
-
-
-def read_events(raw_events: Iterable[TraceEvent | dict[str, Any]]) -> Trace:
-    """Sort a chrome trace's events; annotations mirrored onto the device are left out (they count twice)."""
-    kinds: dict[str, list[Event]] = {kind: [] for kind in ("kernel", "launch", "range", "cpu_op")}
-    shapes: dict[bytes, tuple[TensorMeta | None, ...]] = {}
-    threads: dict[tuple[object, object], str] = {}
-    unreadable = 0
-    for raw in raw_events:
-        try:
-            event = raw if isinstance(raw, TraceEvent) else _typed(raw)
-            if event is not None and event.ph == "X" and (kind := _kind(event.cat, event.name)):
-                kinds[kind].append(_event(event, shapes, threads))
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-            unreadable += 1
-    for events in kinds.values():
-        events.sort(key=lambda event: (event.start_ns, -event.duration_ns))
-    return Trace(
-        kernels=tuple(kinds["kernel"]),
-        launches=tuple(kinds["launch"]),
-        ranges=tuple(kinds["range"]),
-        cpu_ops=tuple(kinds["cpu_op"]),
-        unreadable=unreadable,
-    )
-
-
-def is_used(raw: TraceEvent | dict[str, Any]) -> bool:
-    """Whether :func:`read_events` keeps an event, or counts it as unreadable."""
-    if isinstance(raw, TraceEvent):
-        return raw.ph == "X" and bool(_kind(raw.cat, raw.name))
-    return raw.get("ph") == "X" and isinstance(raw.get("cat"), str) and raw["cat"] in _USED
-
-
-def start_of(raw: TraceEvent | dict[str, Any]) -> int:
-    """Return when an event began, in nanoseconds on the trace's clock; 0 where it does not tell."""
-    try:
-        event = raw if isinstance(raw, TraceEvent) else typed(raw)
-        return _nanoseconds(event.ts)
-    except (ValueError, OverflowError):
-        return 0
-
-
-def _typed(raw: dict[str, Any]) -> TraceEvent | None:
-    """Return a decoded object as an event; None where its kind is not used."""
-    if raw.get("ph") == "X" and not isinstance(raw.get("cat", ""), str):
-        raise ValueError("a category that is no text")
-    return typed(raw) if is_used(raw) else None
-
-
-@functools.cache
-def _kind(category: str, name: str) -> str:
-    """Return the list that an event belongs to; empty where none does."""
-    if category in _DEVICE:
-        return "kernel"
-    if category == "cpu_op":
-        return category
-    if category in _RUNTIME and _is_launching(name):
-        return "launch"
-    return "range" if category == _ANNOTATION and name.startswith(_RANGES) else ""
-
-
-def _is_launching(name: str) -> bool:
-    return any(word in name for word in _LAUNCHING)
-
-
-def is_step(event: Event) -> bool:
-    """Whether a range is one step of the recorded work."""
-    return event.name.startswith(_STEPS)
-
-
-def is_kernel(event: Event) -> bool:
-    """Whether a range stands for a fused kernel."""
-    return event.name.startswith(KERNEL_RANGE)
-
-
-def _event(
-    raw: TraceEvent, shapes: dict[bytes, tuple[TensorMeta | None, ...]], threads: dict[tuple[object, object], str]
-) -> Event:
-    arguments = raw.args
-    duration_ns = _nanoseconds(raw.dur)
-    if duration_ns < 0:
-        raise ValueError("a negative duration")
-    stream, device, place = arguments.stream, arguments.device, (raw.pid, raw.tid)
-    thread = threads.get(place)
-    if thread is None:
-        thread = threads.setdefault(place, f"{raw.pid}/{raw.tid}")
-    # By position: with names an event takes 2.8 µs instead of 2.3.
-    return Event(
-        # A million events have a few hundred names: each is stored once.
-        sys.intern(raw.name),
-        _nanoseconds(raw.ts),
-        duration_ns,
-        thread,
-        arguments.correlation,
-        arguments.external,
-        stream if type(stream) is int else 0,
-        device if type(device) is int else 0,
-        arguments.grid,
-        arguments.block,
-        arguments.sequence,
-        _inputs(arguments, shapes),
-    )
-
-
-def _nanoseconds(microseconds: msgspec.Raw) -> int:
-    """Convert a trace's time; as text it keeps the nanoseconds that a float loses on a clock that counts from 1970."""
-    text = bytes(microseconds)
-    if text[-4:-3] == b".":
-        try:
-            return int(text.replace(b".", b""))
-        except ValueError:  # 1.0e5, or a text in quotes
-            pass
-    return _of_any_number(text.strip(b'"'))
-
-
-def _of_any_number(text: bytes) -> int:
-    return int(text.replace(b".", b"")) if text[-4:-3] == b"." and b"e" not in text else round(float(text) * _NS_PER_US)
-
-
-def _inputs(
-    arguments: EventArguments, shapes: dict[bytes, tuple[TensorMeta | None, ...]]
-) -> tuple[TensorMeta | None, ...] | None:
-    """Return an op's inputs, None where they were not recorded; equal ones are one object."""
-    if arguments.input_dims is NOT_RECORDED:
-        return None
-    texts = [bytes(raw) for raw in (arguments.input_dims, arguments.input_types, arguments.input_strides)]
-    key = b"\0".join(texts)
-    if key not in shapes:
-        dims, types, strides = (msgspec.json.decode(text) if text else () for text in texts)
-        known = []
-        for number, (shape, kind) in enumerate(zip(dims, types, strict=False)):
-            stride = strides[number] if number < len(strides) else ()
-            is_tensor = kind in _DTYPES and all(type(size) is int for size in (*shape, *stride))
-            known.append(TensorMeta(shape=tuple(shape), stride=tuple(stride), dtype=_DTYPES[kind]) if is_tensor else None)
-        shapes[key] = tuple(known)
-    return shapes[key]

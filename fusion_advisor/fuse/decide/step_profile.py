@@ -16,6 +16,7 @@ from fusion_advisor.capture.graph.op_classes import attention_backend
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step, median_step
+from fusion_advisor.capture.trace.events import KERNEL_RANGE, MODULE_RANGE
 from fusion_advisor.capture.trace.kernels import kernel_class
 from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
@@ -104,9 +105,9 @@ class _FusedRunner(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
-        names = [f"{profiler.MODULE_RANGE}{profiler.plain_name(path)}" for path in (module_path(n),) if path]
+        names = [f"{MODULE_RANGE}{profiler.plain_name(path)}" for path in (module_path(n),) if path]
         if "fusion_id" in n.meta:
-            names.append(f"{profiler.KERNEL_RANGE}{getattr(n.target, '__name__', n.name)}")
+            names.append(f"{KERNEL_RANGE}{getattr(n.target, '__name__', n.name)}")
         with contextlib.ExitStack() as ranges:
             for name in names:
                 ranges.enter_context(torch.profiler.record_function(name))

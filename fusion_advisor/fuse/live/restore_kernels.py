@@ -16,8 +16,8 @@ from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.stages import try_epilogues
+from fusion_advisor.fuse.stages.linear_kernels import Made, build, check_first, header_of, install
 from fusion_advisor.fuse.stages.linear_kinds import Kind
-from fusion_advisor.fuse.stages.try_linear_kernels import Made, build, check_first, header_of, install
 from fusion_advisor.records import GraphRewrite, RenderedKernel
 from fusion_advisor.verify.check_chain import check_calls, layout_of, why_wrong, widest, with_special_rows
 

@@ -32,10 +32,10 @@ from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, kept_passes
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.stages.linear_kernels import Made, build
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
 from fusion_advisor.fuse.stages.try_epilogues import Placed
 from fusion_advisor.fuse.stages.try_layout_change import change_again
-from fusion_advisor.fuse.stages.try_linear_kernels import Made, build
 from fusion_advisor.records import Capture, Report, Status, WarmUp
 from fusion_advisor.records.serialize import write_capture, write_report
 from fusion_advisor.runtime.deep_stack import in_one_piece

@@ -17,9 +17,10 @@ from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.record import EpilogueRewrite, KernelRewrite, LayoutRewrite
+from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_epilogues import compute_in_epilogues
 from fusion_advisor.fuse.stages.try_layout_change import try_layout_change
-from fusion_advisor.fuse.stages.try_linear_kernels import LinearKernels, linear_kernels, place_gemvs
+from fusion_advisor.fuse.stages.try_linear_kernels import place_gemvs
 from fusion_advisor.records import RewriteStage
 
 

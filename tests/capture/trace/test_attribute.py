@@ -7,8 +7,9 @@ import torch
 
 from fusion_advisor.capture.graph.op_classes import attention_backend
 from fusion_advisor.capture.trace.attribute import median_step
-from fusion_advisor.capture.trace.profiler import read_events, record
-from tests.capture.trace.test_profiler import event
+from fusion_advisor.capture.trace.events import read_events
+from fusion_advisor.capture.trace.profiler import record
+from tests.capture.trace.test_events import event
 
 
 def cuda_step(number, start_us, kernels, *, op_width_us=10.0, thread=1):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusion_advisor.capture.trace.chrome_trace import TraceFile
-from fusion_advisor.capture.trace.profiler import read_events
+from fusion_advisor.capture.trace.events import read_events
 from fusion_advisor.errors import UnreadableTrace
 
 EVENTS = [

@@ -10,8 +10,9 @@ import torch
 
 from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.trace.chrome_trace import TraceFile
+from fusion_advisor.capture.trace.events import read_events
 from fusion_advisor.capture.trace.kernels import device_work, kernel_class, kernel_label, missing_kernels
-from fusion_advisor.capture.trace.profiler import read_events, record
+from fusion_advisor.capture.trace.profiler import record
 from fusion_advisor.records import OpClass, TensorMeta
 from tests.traces import CAPTURES, Recorder, event
 

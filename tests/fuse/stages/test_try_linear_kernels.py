@@ -35,8 +35,9 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.record import CopyRoom
 from fusion_advisor.fuse.stages import gemm_sites as places
+from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, Made, header_of, linear_kernels
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
-from fusion_advisor.fuse.stages.try_linear_kernels import LinearKernels, Made, header_of, linear_kernels, place_gemvs
+from fusion_advisor.fuse.stages.try_linear_kernels import place_gemvs
 from fusion_advisor.records import RenderedKernel, Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report import baseline_rows

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fusion_advisor.codegen.common.interface import Tuning
-from fusion_advisor.library.spec import BadManifest, Case, Gemv, Input, read_spec
+from fusion_advisor.library.manifest import BadManifest, read_spec
+from fusion_advisor.library.spec import Case, Gemv, Input
 
 GOOD = """
 name = "thing"
