@@ -16,9 +16,9 @@ from typing import Any
 from fusion_advisor.capture.trace.chrome_trace import TraceFile
 from fusion_advisor.capture.trace.events import Trace, is_step, read_events
 from fusion_advisor.capture.trace.kernels import Work, device_work, missing_kernels
-from fusion_advisor.chains.repeated_sites import Repeated, Site, labels, repeated_sites
 from fusion_advisor.chains.trace_bytes import Inputs, floor_bytes, moved_bytes
 from fusion_advisor.errors import MissingKernels, UnreadableTrace
+from fusion_advisor.fuse.modes.repeated_sites import Repeated, Site, labels, repeated_sites
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.library.trace_hints import library_sequences, resemblance
 from fusion_advisor.records import TraceChain, TraceKernel, TraceReport

@@ -133,13 +133,19 @@ def where_time_went(report: Report) -> BarChart | None:
             title = f"idle: {units.duration(idle)} of wall time that no kernel filled"
             segments.append(Segment(round(x, 2), round(width, 2), IDLE, title, "idle" if width > 60 else ""))
             x += width
-        busy = units.duration(step.device_ns)
-        figure = f"{busy} of {units.duration(step.wall.median_ns)}" if step.wall else busy
-        bars.append(Bar(26 + at * 52, labels[at], figure, round(x + 8, 2), tuple(segments)))
+        bars.append(Bar(26 + at * 52, labels[at], _busy_of_step(step), round(x + 8, 2), tuple(segments)))
     legend = tuple((name, colour) for name, colour in COLOURS.items() if name in used)
     if any(idle_ns(step) for step in steps):
         legend += (("idle (un-profiled step less traced kernel time)", IDLE),)
     return BarChart(26 + len(bars) * 52 + 24, left, tuple(bars), _ticks(longest, scale, left), legend)
+
+
+def _busy_of_step(step: StepProfile) -> str:
+    """Kernel time and the un-profiled step's time; a trace that took longer than that step is no part of it, and says so."""
+    busy = units.duration(step.device_ns)
+    if step.wall is None:
+        return busy
+    return f"{busy} of {units.duration(step.wall.median_ns)}" if step.device_ns <= step.wall.median_ns else f"{busy} (traced)"
 
 
 def idle_ns(step: StepProfile) -> int:

@@ -81,6 +81,14 @@ def test_idle_is_what_no_kernel_filled() -> None:
     assert [segment.colour for segment in chart.bars[0].segments][-1] == charts.IDLE
 
 
+def test_kernels_that_a_trace_drew_out_are_no_part_of_a_shorter_step() -> None:
+    report = applied()
+    drawn_out = replace(report, before=replace(report.before, device_ns=report.before.wall.median_ns + 1))
+    figures = [chart.bars[0].figure for chart in map(charts.where_time_went, (report, drawn_out)) if chart]
+    assert " of " in figures[0]
+    assert " of " not in figures[1] and figures[1].endswith("(traced)")
+
+
 def test_the_roofline_stands_on_the_measured_copy() -> None:
     report = real()
     roof = roofline(report)
