@@ -1,3 +1,16 @@
+// Build and run: nvcc -O3 -std=c++17 -arch=sm_90 fa_rmsnorm_gate_up_0366ec.cu -o check && ./check
+#ifndef __CUDACC_RTC__  // before the macros of the kernel, whose names these headers use
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+typedef __nv_bfloat16 element;
+#endif
+
 // rmsnorm_gate_up: RMSNorm, gate and up projections and silu(gate) * up in one, for the few rows of decoding
 //
 // Reads the weight (28672 x 4096 bfloat16, 234.9 MB) once, for 1 row of x.
@@ -34,15 +47,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -109,6 +124,8 @@ __device__ __forceinline__ float lanes_sum(float value) {
 // For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 fa_rmsnorm_gate_up_0366ec(
     const bfloat16_bits* __restrict__ x,
@@ -149,12 +166,12 @@ fa_rmsnorm_gate_up_0366ec(
                 const Pack<bfloat16_bits> tokens = load_pack(x + token * K + at, at < K);
                 #pragma unroll
                 for (int col = 0; col < VEC; ++col) {
-                    const float value = wide(tokens[col]);
+                    const float value = to_float32(tokens[col]);
                     squares[token] = fmaf(value, value, squares[token]);
-                    const float term = value * wide(norm[col]);
+                    const float term = value * to_float32(norm[col]);
                     #pragma unroll
                     for (int line = 0; line < LINES; ++line)
-                        sums[token][line] = fmaf(term, wide(tiles[step][line][col]), sums[token][line]);
+                        sums[token][line] = fmaf(term, to_float32(tiles[step][line][col]), sums[token][line]);
                 }
             }
         }
@@ -188,6 +205,157 @@ fa_rmsnorm_gate_up_0366ec(
         value *= scale;
         up *= scale;
         value *= sigmoid(value) * up;
-        out[token * N + row] = narrow<bfloat16_bits>(value);
+        out[token * N + row] = from_float32<bfloat16_bits>(value);
     }
 }
+
+// ---- launch, reference and check ----
+#ifndef __CUDACC_RTC__
+
+// Sizes are those of the kernel's site, which are constants of the kernel. Tensors must be contiguous and aligned to 16 bytes.
+static inline cudaError_t launch(
+    cudaStream_t stream,
+    const element* x,
+    const element* norm_weight,
+    const element* weight,
+    element* out) {
+  const dim3 grid((N + ROWS - 1) / ROWS);
+  const dim3 block(WARPS * 32);
+  fa_rmsnorm_gate_up_0366ec<<<grid, block, 0, stream>>>(
+      reinterpret_cast<const bfloat16_bits*>(x),
+      reinterpret_cast<const bfloat16_bits*>(norm_weight),
+      reinterpret_cast<const bfloat16_bits*>(weight),
+      reinterpret_cast<bfloat16_bits*>(out));
+  return cudaGetLastError();
+}
+
+namespace check {
+
+template <typename T>
+static __host__ __device__ T number(element bits) { return static_cast<T>(static_cast<float>(bits)); }
+
+// One element of the result, op by op, computed in T and not rounded.
+template <typename T>
+static __host__ __device__ T result(
+    const element* x,
+    const element* norm_weight,
+    const element* weight,
+    long long row, long long col) {
+  T squares = 0;
+  for (long long k = 0; k < K; ++k) squares += number<T>(x[row * K + k]) * number<T>(x[row * K + k]);
+  const T inverse_rms = T(1) / sqrt(squares / T(K) + T(1e-05));
+  T value = 0, up = 0;
+  for (long long k = 0; k < K; ++k) {
+    const T factor = number<T>(x[row * K + k]) * inverse_rms * (number<T>(norm_weight[k]) + T(0.0));
+    value += factor * number<T>(weight[col * K + k]);
+    up += factor * number<T>(weight[(N + col) * K + k]);
+  }
+  value = value / (T(1) + exp(-value)) * up;
+  return value;
+}
+
+template <typename T>
+static __global__ void reference(
+    const element* x,
+    const element* norm_weight,
+    const element* weight,
+    T* out) {
+  const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < (long long)M * N) out[index] = result<T>(x, norm_weight, weight, index / N, index % N);
+}
+
+// A hash of the index gives four uniform numbers; their sum is close to normal.
+static __host__ __device__ float normal(unsigned long long index, unsigned long long seed) {
+  unsigned long long bits = (index + 1) * 0x9E3779B97F4A7C15ull + seed * 0xD1B54A32D192ED03ull;
+  bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9ull;
+  bits = (bits ^ bits >> 27) * 0x94D049BB133111EBull;
+  bits ^= bits >> 31;
+  const unsigned long long sum = (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);
+  return (sum / 65536.0f - 2) * 1.7320508f;
+}
+
+static __global__ void fill(element* to, long long count, unsigned long long seed, float scale) {
+  const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < count) to[index] = element(normal(index, seed) * scale);
+}
+
+// The norm of the difference over the norm of the truth.
+template <typename S>
+static double relative_error(const std::vector<S>& found, const std::vector<double>& truth) {
+  double difference = 0, scale = 0;
+  for (size_t i = 0; i < truth.size(); ++i) {
+    const double error = static_cast<double>(static_cast<float>(element(found[i]))) - truth[i];
+    difference += std::isfinite(error) ? error * error : INFINITY;
+    scale += truth[i] * truth[i];
+  }
+  return difference == 0 ? 0 : std::sqrt(difference / scale);
+}
+
+}  // namespace check
+
+#define CHECK_CUDA(call)                                                    \
+  do {                                                                      \
+    const cudaError_t error = (call);                                       \
+    if (error != cudaSuccess) {                                             \
+      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error));   \
+      return 2;                                                             \
+    }                                                                       \
+  } while (0)
+
+int main() {
+  element* x;
+  CHECK_CUDA(cudaMalloc(&x, 4096ull * sizeof(element)));
+  check::fill<<<4096ull / 256 + 1, 256>>>(x, 4096ull, 1, 1.000000f);
+  element* norm_weight;
+  CHECK_CUDA(cudaMalloc(&norm_weight, 4096ull * sizeof(element)));
+  check::fill<<<4096ull / 256 + 1, 256>>>(norm_weight, 4096ull, 2, 1.000000f);
+  element* weight;
+  CHECK_CUDA(cudaMalloc(&weight, 117440512ull * sizeof(element)));
+  check::fill<<<117440512ull / 256 + 1, 256>>>(weight, 117440512ull, 3, 0.015625f);
+  element* out;
+  CHECK_CUDA(cudaMalloc(&out, 14336ull * sizeof(element)));
+  constexpr size_t count = size_t(M) * N;
+  double* truth_device;
+  float* plain_device;
+  CHECK_CUDA(cudaMalloc(&truth_device, count * sizeof(double)));
+  CHECK_CUDA(cudaMalloc(&plain_device, count * sizeof(float)));
+  check::reference<double><<<count / 256 + 1, 256>>>(x, norm_weight, weight, truth_device);
+  check::reference<float><<<count / 256 + 1, 256>>>(x, norm_weight, weight, plain_device);
+  CHECK_CUDA(launch(nullptr, x, norm_weight, weight, out));
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::vector<double> truth(count);
+  std::vector<float> plain(count);
+  std::vector<element> found(count);
+  CHECK_CUDA(cudaMemcpy(truth.data(), truth_device, count * sizeof(double), cudaMemcpyDeviceToHost));
+  CHECK_CUDA(cudaMemcpy(plain.data(), plain_device, count * sizeof(float), cudaMemcpyDeviceToHost));
+  CHECK_CUDA(cudaMemcpy(found.data(), out, count * sizeof(element), cudaMemcpyDeviceToHost));
+  // A computation op by op in float, rounded once, has this error; the kernel may have half as much again.
+  const double limit = 1.5 * check::relative_error(plain, truth) + 2e-06;
+  const double error = check::relative_error(found, truth);
+  std::printf("out: relative error %.2e, limit %.2e: %s\n", error, limit, error <= limit ? "ok" : "WRONG");
+
+  void* flushed;  // written between runs, so that none of them finds its data in the L2 cache
+  const size_t flushed_bytes = size_t{256} << 20;
+  CHECK_CUDA(cudaMalloc(&flushed, flushed_bytes));
+  cudaEvent_t start, stop;
+  CHECK_CUDA(cudaEventCreate(&start));
+  CHECK_CUDA(cudaEventCreate(&stop));
+  std::vector<double> microseconds;
+  for (int run = 0; run < 30; ++run) {
+    CHECK_CUDA(cudaMemsetAsync(flushed, 0, flushed_bytes, nullptr));
+    CHECK_CUDA(cudaEventRecord(start, nullptr));
+    CHECK_CUDA(launch(nullptr, x, norm_weight, weight, out));
+    CHECK_CUDA(cudaEventRecord(stop, nullptr));
+    CHECK_CUDA(cudaEventSynchronize(stop));
+    float milliseconds = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&milliseconds, start, stop));
+    microseconds.push_back(milliseconds * 1e3);
+  }
+  std::sort(microseconds.begin(), microseconds.end());
+  const double median = microseconds[microseconds.size() / 2];
+  std::printf("fa_rmsnorm_gate_up_0366ec: %.2f us, %.1f GB/s, %.1f TFLOP/s, cold L2 cache\n", median, 234926080.0 / median / 1e3,
+              234881024.0 / median / 1e6);
+  return error <= limit ? 0 : 1;
+}
+
+#endif  // __CUDACC_RTC__
