@@ -139,6 +139,7 @@ def test_a_new_kernel_where_nothing_can_be_written(run: Run) -> None:
     assert "error[FA306]" in ran.err
 
 
+@pytest.mark.slow
 def test_the_profiler_says_nothing_in_the_terminal(tmp_path: Path) -> None:
     done = cli(tmp_path, "profile", "m.py:make", "--runs", "3", "-o", "run")
     _, err = done.communicate(timeout=120)

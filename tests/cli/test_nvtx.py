@@ -123,6 +123,7 @@ def options_of(line: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_line_is_the_command_after_known_options(recorded: Recorded) -> None:
     words = shlex.split(recorded.line)
     assert words[words.index("fusion-advisor") :] == COMMAND

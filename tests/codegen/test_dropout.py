@@ -76,6 +76,7 @@ def test_fast_math_and_narrow_packs_drop_the_same(run, tmp_path):
         assert torch.equal(run(x, program, tmp_path, **options), masked(x, SEED))
 
 
+@pytest.mark.slow
 def test_triton_drops_what_the_op_drops_in_blocks_of_any_size(tmp_path):
     environment = {
         **os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),

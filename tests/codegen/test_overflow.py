@@ -37,6 +37,7 @@ def complaints(rows):
     return {name: problem for name, problem in found.items() if problem}
 
 
+@pytest.mark.slow
 def test_triton_in_the_interpreter(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
     command = [sys.executable, str(HERE / "overflow.py"), str(tmp_path)]

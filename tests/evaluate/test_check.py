@@ -53,6 +53,7 @@ def test_a_new_kernel_passes_at_once(squash):
     assert steps.said[-1] == (5, 6, "R=1 C=1 bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine with no CUDA device")
 def test_triton_is_interpreted_where_there_is_no_device(squash):
     rows = [row for row in run(squash, "triton") if row.backend == "triton"]

@@ -23,6 +23,7 @@ def folder(once, tmp_path):
     return tmp_path / "fleet"
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_reports_and_says_what_comes_next(once, folder, capsys):
     options, report, _ = once
     assert main(["fleet", options.patterns[0], "-o", str(folder), "--top", "30"]) == 0

@@ -54,12 +54,14 @@ def test_a_second_run_reads_only_what_is_new(once, traces, tmp_path):
     assert len(states) == 3
 
 
+@pytest.mark.slow
 def test_ray_gives_the_same_table(once, tmp_path):
     pytest.importorskip("ray")
     options, report, _ = once
     assert run_fleet(replace(options, output=tmp_path, engine="ray")) == report
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(once, tmp_path):
     options, report, _ = once
     cut = replace(options, output=tmp_path)

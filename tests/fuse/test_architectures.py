@@ -225,6 +225,7 @@ PRESETS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_id", PRESETS)
 def test_preset_architecture(model_id, patterns, tmp_path):
     run = Fused(tiny(model_id), patterns, tmp_path)
@@ -235,6 +236,7 @@ def test_preset_architecture(model_id, patterns, tmp_path):
     run.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_id", ["Qwen/Qwen3-0.6B", "google/gemma-2-2b", "google-bert/bert-base-uncased"])
 def test_preset_architecture_in_bf16(model_id, patterns, tmp_path):
     run = Fused(tiny(model_id, dtype=torch.bfloat16), patterns, tmp_path)
@@ -251,6 +253,7 @@ IN_GEMMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpu_epilogue")
 @pytest.mark.parametrize("model_id", IN_GEMMS)
 def test_preset_architecture_with_activations_in_its_gemms(model_id, patterns, tmp_path):
@@ -268,6 +271,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_id", CONVOLUTIONS)
 def test_biases_of_convolutions_join_the_chains_behind_them(model_id, dtype, patterns, tmp_path, monkeypatch):

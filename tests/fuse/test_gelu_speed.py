@@ -38,6 +38,7 @@ def kept_heap():
         pytest.skip("this C library cannot be told to keep its heap, and page faults would be measured")
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.usefixtures("kept_heap")
 def test_one_kernel_is_three_times_faster_than_eight_ops_and_near_torch_compile(tmp_path):

@@ -154,6 +154,7 @@ class Scan(torch.nn.Module):
         return torch.nn.functional.silu(states) * x
 
 
+@pytest.mark.slow
 def test_an_associative_scan_is_fused():
     torch.manual_seed(0)
     model, given = Scan().eval(), (torch.rand(2, 16, 32), torch.randn(2, 16, 32))

@@ -81,6 +81,7 @@ def check(names, x):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_log_sigmoid_of_a_permuted_tensor():
     check(["logsigmoid", "affine", "cumsum", "affine", "tanh"], torch.randn(3, 4, 5).permute(2, 0, 1))
 

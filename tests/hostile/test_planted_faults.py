@@ -43,6 +43,7 @@ def test_every_fault_in_cpp_and_cuda_is_refused(backend, tmp_path, monkeypatch):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 def test_every_fault_in_triton_is_refused():
     pytest.importorskip("triton")

@@ -47,6 +47,7 @@ def check(seeds, doors, record_property, device="cpu"):
     return counts
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("number", range(_BATCHES))
 def test_random_graphs_do_fused_what_they_do_in_eager(number, record_property):

@@ -31,6 +31,7 @@ KEYS = [(name, dtype) for name in NAMES for dtype in DTYPES]
 NOT_IN_TRITON = {"pow_1.5 float64"}
 
 
+@pytest.mark.slow
 def test_triton_in_the_interpreter(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, "-W", "ignore", str(HERE / "interpret_special.py"), str(tmp_path)]

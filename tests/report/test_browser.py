@@ -77,6 +77,7 @@ def visit(browser: Any, files: dict[str, str]) -> Iterator[Callable[..., Any]]:
         context.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "theme", "width"),
     [

@@ -34,6 +34,7 @@ def test_a_look_is_due_after_few_numbers_of_rounds_alone():
     assert [count for count in range(2, 201) if looks.at_look(rounds(count, 1, 0.01, 0), 0.95, no)] == list(looks.ROUNDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_all_looks_together_raise_no_more_than_the_error_allowed(confidence):
     """The true difference is outside of one of the intervals that could end the comparison."""
@@ -46,6 +47,7 @@ def test_all_looks_together_raise_no_more_than_the_error_allowed(confidence):
     assert wrong <= (1 - confidence) * draws
 
 
+@pytest.mark.slow
 def test_unguarded_looks_would_raise_more():
     """The test above can fail: the same number of looks at plain intervals is wrong far more often."""
     wrong = 0

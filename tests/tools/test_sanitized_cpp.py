@@ -29,6 +29,7 @@ def test_every_manifest_is_clean(tmp_path):
     assert not sanitize_cpp.run(found, "address", tmp_path / "all")
 
 
+@pytest.mark.slow
 def test_no_template_races(tmp_path):
     """Loops over elements, over dims, over rows, over one row's columns, with buffers of each thread, and side by side."""
     names = ("silu", "rope", "add_rmsnorm", "groupnorm", "softmax", "cross_entropy", "rope_qk")

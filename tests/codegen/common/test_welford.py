@@ -31,6 +31,7 @@ def render(backend, program):
     return backend_of(backend).render(program, HEADER, tuning=Tuning(), fast_math=False)
 
 
+@pytest.mark.slow
 def test_triton(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
     command = [sys.executable, str(HERE / "moments_rows.py"), str(tmp_path)]

@@ -129,6 +129,7 @@ def test_the_rows_of_a_thread_share_what_no_head_changes():
     assert "bias_packs" not in source
 
 
+@pytest.mark.slow
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("fast_math", [False, True])
 @pytest.mark.parametrize("name", CASES)

@@ -26,6 +26,7 @@ def rendered(problem, backend, config=None):
     return gemv_backend(backend).render(problem, HEADER, config=config or candidates(problem, (backend,))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "right", "wrong"), [
     (EVERYTHING, "+ 1.0)", "+ 0.0)"),  # the norm's offset
     (PLAIN, "STAGES = 3", "STAGES = 3; K = 200"),

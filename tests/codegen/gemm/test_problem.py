@@ -55,6 +55,7 @@ PARTS = 6
 """Files that all configurations are compiled in on the host."""
 
 
+@pytest.mark.slow
 @needs_gpp
 @pytest.mark.parametrize("part", range(PARTS))
 def test_cuda_on_the_host(tmp_path, part):
@@ -74,6 +75,7 @@ def test_cuda_on_the_host(tmp_path, part):
     assert not {label: problem for label, problem in found.items() if problem}
 
 
+@pytest.mark.slow
 def test_triton_in_the_interpreter(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
     command = [sys.executable, str(HERE / "interpret_gemv.py"), str(tmp_path)]
@@ -104,6 +106,7 @@ MATRIX = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", MATRIX)
 def test_compiles_without_a_gpu(name, arch):
@@ -118,6 +121,7 @@ def test_compiles_without_a_gpu(name, arch):
         assert cuda.compile_for(rendered, arch).startswith(b"\x7fELF")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cuda_core() and find_nvcc() is None, reason="neither cuda-core nor nvcc is here")
 @pytest.mark.parametrize("name", MANY)
 def test_a_gate_in_its_gemm_compiles_for_hopper_alone(name):

@@ -33,6 +33,7 @@ def render(program, tuning=None, fast_math=False, header=HEADER):
     return TritonBackend().render(program, header, tuning=tuning or Tuning(), fast_math=fast_math)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "names", "limit"),
     [
@@ -64,6 +65,7 @@ def test_multiply_adds_are_fused_whatever_tritons_default_is(monkeypatch, tmp_pa
     assert not [str(one.message) for one in recwarn if "FP_FUSION" in str(one.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     "name",

@@ -347,6 +347,7 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
         assert report.warm_up is None and report.after.label == "unchanged"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "names"), [(False, [EAGER, OURS]), (None, [EAGER, f"{COMPILED}default", OURS])])
 def test_without_being_asked_a_cpu_compares_with_the_default_mode(loaded, quick, asked, names):  # noqa: F811
     report = apply_workload(loaded, replace(quick, compile=asked), instruments=verdicts(keep_all)).report

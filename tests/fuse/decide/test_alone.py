@@ -54,6 +54,7 @@ def test_a_chain_counts_once_for_each_of_its_runs():
     assert saving == Difference(median_ns=-720, low_ns=-720, high_ns=-720)
 
 
+@pytest.mark.slow
 def test_a_loud_step_keeps_what_its_chain_shows_and_nothing_else(clock):  # noqa: F811
     effects = {"gelu": -20_000, "idle": 0}
     for seed in range(10):

@@ -58,6 +58,7 @@ def live_storages():
     return {(one.data_ptr(), one.nbytes()) for one in (tensor.untyped_storage() for tensor in tensors)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_graphed", [True, False])
 def test_two_hundred_steps_hold_what_twenty_did(is_graphed):
     recorder = FakeRecorder() if is_graphed else None
@@ -93,6 +94,7 @@ def weights_held_beside(fused, kwargs, before):
     return sum(size for at, size in live_storages() - before if at not in own and size >= WEIGHT_BYTES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_laid_out", [True, False])
 def test_no_weight_is_held_twice_but_a_merged_copy_that_was_asked_for(is_laid_out):
     before = live_storages()

@@ -110,6 +110,7 @@ def test_two_regimes_are_joined_in_one_model(applied, quick):  # noqa: F811
         applied.include(type(applied)(toy()[0], [], [], (), {}))
 
 
+@pytest.mark.slow
 def test_a_decoder_keeps_its_kernels_at_another_length(quick):  # noqa: F811
     model, inputs = qwen2()
     with torch.no_grad():

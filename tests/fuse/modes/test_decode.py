@@ -277,6 +277,7 @@ def test_a_count_in_python_is_part_of_what_was_verified():
             assert torch.equal(fused.dispatch(**ours).logits, model(**theirs).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_apply_puts_the_cache_back_as_it_was_and_a_saved_plan_goes_in_again(tmp_path):
     model, _ = qwen2()

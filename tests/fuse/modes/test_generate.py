@@ -60,6 +60,7 @@ def test_the_steps_are_generates_own_each_with_its_cache():
     assert int(cache_in(decode).get_seq_length()) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_fused_tokens_are_eagers_and_every_step_was_fused(name):
     call = call_of(name)
@@ -213,6 +214,7 @@ def kept_by(monkeypatch, spoil):
     monkeypatch.setattr(generate.pipeline, "apply_workload", apply_workload)
 
 
+@pytest.mark.slow
 def test_apply_holds_both_regimes_and_reports_the_tokens(monkeypatch):
     loaded = loaded_generation("qwen2")
     kept_by(monkeypatch, 0.0)
@@ -230,6 +232,7 @@ def test_apply_holds_both_regimes_and_reports_the_tokens(monkeypatch):
     assert "_compiled_call_impl" not in loaded.model.__dict__
 
 
+@pytest.mark.slow
 def test_other_tokens_in_fp32_revert_everything(monkeypatch):
     loaded = loaded_generation("qwen2")
     kept_by(monkeypatch, 0.5)
@@ -241,6 +244,7 @@ def test_other_tokens_in_fp32_revert_everything(monkeypatch):
     assert all(fusion.status is not Status.KEPT for fusion in run.report.fusions)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_the_whole_loop_on_a_real_backend(tmp_path):
     """Nothing stands in: kernels are built, timed and kept or not, and the tokens are eager's."""

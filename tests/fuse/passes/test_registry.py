@@ -56,6 +56,7 @@ def test_stages_and_doubles_are_checked_too():
     assert [rewrite.stage for rewrite in (first, last)] == [RewriteStage.PASS, RewriteStage.CALL]
 
 
+@pytest.mark.slow
 def test_an_edit_of_every_title_changes_nothing_in_a_saved_plan(quick):
     saved_run(narrow.classifier(), quick, narrow.planted())
     before = load_plan(quick.run_dir)

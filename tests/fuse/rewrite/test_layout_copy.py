@@ -110,6 +110,7 @@ def test_the_cuda_kernel_on_the_host(tmp_path, dtype, monkeypatch):
     assert all(same(out, part) for part, out in asked)
 
 
+@pytest.mark.slow
 def test_the_triton_kernel_in_the_interpreter():
     code = (
         "import json, torch\n"

@@ -172,6 +172,7 @@ def test_activations_go_into_their_gemms_and_take_kernels_sites(quick):
     assert load_report(dump_report(run.report)) == run.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [Status.WITHIN_NOISE, Status.SLOWER])
 def test_activations_whose_move_does_not_pay_stay(quick, status):
     run = apply_workload(mlp(), quick, instruments=planted(status))

@@ -97,6 +97,7 @@ def test_rows_that_nobody_reads_go_with_their_kernels(quick):
     assert load_report(dump_report(run.report)) == run.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merges", [Status.KEPT, Status.SLOWER])
 def test_a_saved_plan_leaves_the_same_rows_out(quick, merges):
     saved_run(classifier(), quick, planted(**{MERGE_GEMMS.id: merges}))
@@ -144,6 +145,7 @@ def test_a_model_that_reads_all_rows_has_no_such_row(quick):
     assert not any(row.id == NARROW_ROWS.id for row in apply_workload(loaded, quick, instruments=planted()).report.rewrites)
 
 
+@pytest.mark.slow
 def test_queries_that_are_rotated_with_keys_are_computed_in_full(quick):
     """A prefill that asks for its last token's logits: one kernel rotates queries and keys, which all tokens need."""
     model, inputs = qwen2()

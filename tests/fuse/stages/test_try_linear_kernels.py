@@ -274,6 +274,7 @@ def test_only_and_skip_name_these_kernels_too():
     assert [row.kernel for row in place(only=("rmsnorm_gate*",)).fusions] == ["rmsnorm_gate_up"]
 
 
+@pytest.mark.slow
 def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
     """Merged GEMMs, chains of C++ and GEMV kernels in one model; then the same from the files of that run."""
     loaded = decoder()
@@ -349,6 +350,7 @@ def prefill(rows):
     return describe_live(model, (), {"input_ids": ids, "use_cache": False})
 
 
+@pytest.mark.slow
 def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick):  # noqa: F811
     """The whole loop, its saved plan, and another length, which has merged GEMMs of cuBLAS and the gate's kernel behind them."""
     loaded = prefill(70)
