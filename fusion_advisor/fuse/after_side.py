@@ -13,7 +13,7 @@ from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.installed import Installed, Job, Measured
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
-from fusion_advisor.records import EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, WarmUp
+from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, WarmUp
 
 _LEAST_LIMIT_S = 20.0
 
@@ -114,11 +114,14 @@ def profile_of(rows: Sequence[Baseline], name: str, label: str) -> StepProfile:
 
 
 def without_doubles(rows: Sequence[Baseline]) -> tuple[Baseline, ...]:
-    """Leave out the kernels of eager and ours, which stand in the report's before and after."""
-    return tuple(
-        replace(row, step=replace(row.step, kernels=())) if row.step is not None and row.name in (EAGER, OURS) else row
-        for row in rows
-    )
+    """Leave out the kernels of eager and ours, which stand in the report's before and after, and timelines that no view draws."""
+
+    def slim(name: str, step: StepProfile) -> StepProfile:
+        if name in (EAGER, OURS):
+            return replace(step, kernels=(), timeline=None)
+        return step if name.startswith(COMPILED) else replace(step, timeline=None)
+
+    return tuple(row if row.step is None else replace(row, step=slim(row.name, row.step)) for row in rows)
 
 
 @contextmanager

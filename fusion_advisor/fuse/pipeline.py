@@ -290,7 +290,7 @@ def _report(
         quality=capture.quality,
         bandwidth=capture.bandwidth,
         before=step_profile.step_profile("eager", capture.eager_launches, wall=capture.eager_step),
-        captured=step_profile.step_profile("captured", capture.launches),
+        captured=replace(step_profile.step_profile("captured", capture.launches), timeline=None),  # no view draws it
         after=None,
         chains=plan.chains,
         answers=plan.answers,

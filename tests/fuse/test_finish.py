@@ -7,10 +7,12 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fusion_advisor.capture.trace.attribute import Step
+from fusion_advisor.fuse.after_side import without_doubles
+from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.session import Variant, replaced_sites
 from fusion_advisor.fuse.receipts import with_receipt
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.records import Fusion, Launch, Receipt, Status
+from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, Baseline, Fusion, Launch, Receipt, Status
 
 SITES = (("F1", "fa_wide"), ("F1", "fa_wide"), ("F1", "fa_one_row"), ("F4", "fa_one_row"))
 """A fusion of which one site has another layout and so another kernel, which serves another fusion too."""
@@ -53,3 +55,13 @@ def test_a_kernel_that_was_launched_less_often_than_it_is_called_is_named():
 def test_a_fusion_that_stands_nowhere_keeps_its_receipt():
     fusion = a_fusion("F2", 1)
     assert with_receipt(fusion, a_variant(), a_step(), [1]) is fusion
+
+
+def test_only_timelines_that_a_view_draws_are_kept():
+    names = (EAGER, f"{COMPILED}default", OURS, OURS_COMPILED, "Liger")
+    step = step_profile.step_profile("a step", a_step("first", "second").launches)
+    rows = [Baseline(name=name, step=step) for name in names]
+    slim = {row.name: row.step for row in without_doubles([*rows, Baseline(name="failed", note="out of memory")])}
+    assert slim[f"{COMPILED}default"] == step and slim["failed"] is None
+    assert [slim[name].timeline for name in names if name != f"{COMPILED}default"] == [None] * 4
+    assert slim[EAGER].kernels == slim[OURS].kernels == () and slim["Liger"].kernels == step.kernels
