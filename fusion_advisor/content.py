@@ -1,4 +1,4 @@
-"""Where the package and its content folders (kernels, templates, reports) lie: installed, or in a checkout."""
+"""Where the package and its content folders (kernels, templates, reports) lie, installed or in a checkout, and its version."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ def content_dir(name: str) -> Path:
     """Return the folder ``kernels``, ``templates`` or ``reports`` of this installation."""
     installed = _PACKAGE / name
     return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+def tool_version() -> str:
+    """Return fusion-advisor's own version; in a checkout that was never installed, the one that its pyproject.toml names."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("fusion-advisor")
+    except PackageNotFoundError:
+        import tomllib
+
+        project = _PACKAGE.parent / "pyproject.toml"
+        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]) if project.is_file() else "unknown"
 
 
 def package_sources() -> Iterator[tuple[str, bytes]]:

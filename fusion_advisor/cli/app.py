@@ -17,7 +17,7 @@ import typer
 from fusion_advisor.cli.commands import apply, compare, doctor, explain, fleet, kernels, plan, profile, report
 from fusion_advisor.cli.common.console import Settings, annotate, silence_stdout, write_result
 from fusion_advisor.cli.common.help import Command, Group
-from fusion_advisor.cli.common.run_dir import tool_version
+from fusion_advisor.content import tool_version
 from fusion_advisor.errors import AdvisorError, CannotWrite
 
 BUG = 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fusion_advisor.content import content_dir
+from fusion_advisor.content import content_dir, tool_version
 from fusion_advisor.records import Bandwidth, Environment
 
 _CUDA_COPY_BYTES = 2**30
@@ -46,7 +46,7 @@ def describe_environment(device: torch.device | str) -> Environment:
         compiler=_compiler(),
         os=_operating_system(),
         cores=_cores(),
-        tool=_version("fusion-advisor") or "unknown",
+        tool=tool_version(),
         commit=checkout_commit(content_dir("templates").parent),
         templates=content_digest(),
         container=_container(),

@@ -16,7 +16,7 @@ import typer
 
 from fusion_advisor.cli.common import options
 from fusion_advisor.cli.common.console import write_result
-from fusion_advisor.cli.common.run_dir import tool_version
+from fusion_advisor.content import tool_version
 
 ENVIRONMENT = 3
 

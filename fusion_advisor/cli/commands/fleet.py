@@ -11,7 +11,7 @@ import typer
 from fusion_advisor.cli.common import core, options
 from fusion_advisor.cli.common.console import open_page, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
-from fusion_advisor.cli.common.run_dir import tool_version
+from fusion_advisor.content import tool_version
 from fusion_advisor.errors import CannotWrite, UnreadableTrace, UsageError
 
 if TYPE_CHECKING:

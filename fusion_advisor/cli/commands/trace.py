@@ -9,7 +9,7 @@ import typer
 from fusion_advisor.cli.common import core
 from fusion_advisor.cli.common.console import Settings, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
-from fusion_advisor.cli.common.run_dir import tool_version
+from fusion_advisor.content import tool_version
 from fusion_advisor.errors import UsageError
 
 _TAKEN = frozenset({"trace_file", "min_share", "top", "kernels", "as_json", "quiet", "verbose", "color"})

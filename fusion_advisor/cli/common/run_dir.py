@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fusion_advisor.content import tool_version
 from fusion_advisor.errors import CannotWrite, RunExists, UnknownRun, UsageError
 from fusion_advisor.files.safe_name import path_inside
 
@@ -32,16 +33,6 @@ _SPELLED = {"kernel_dirs": "--kernels", "min_time_s": "--min-time"}
 """Options whose names differ from their fields."""
 _OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash", "budgets", "bandwidth")
 """Fields that identify a run or say how long it measures; no option of the command line sets them."""
-
-
-def tool_version() -> str:
-    """Return fusion-advisor's own version; a checkout that was never installed has none."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("fusion-advisor")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def config_hash(verb: str, request: Any, options: ProfileOptions, revision: str) -> str:
