@@ -36,7 +36,7 @@ from fusion_advisor.workload.load import LoadedWorkload
 _GRAPH_S = 10.0
 """On that with and without a CUDA graph. In 3 s of steps of 60 ms, eight rounds, a step that the host launches op by op differed
 from itself by 11 % (H200); steps of up to some milliseconds have all their rounds sooner."""
-_MOST_SHAPES = 8
+MOST_SHAPES = 8
 """Shapes that ``dynamic="on_first_use"`` learns by itself."""
 
 
@@ -102,7 +102,7 @@ def _install(job: Job, kept: KeptStep) -> AppliedRun:
     installed = _with_graph(_installed(job, kept))
     if not installed.has_rewrites and not installed.is_graphed:
         return _unchanged(installed)
-    check = _checked(installed)
+    check = checked(installed)
     if not check.is_passed:
         with job.clock.phase("find what is wrong"):
             left = _without_guilty(job, kept)
@@ -111,7 +111,7 @@ def _install(job: Job, kept: KeptStep) -> AppliedRun:
                 installed.fused.graphs.forget()
             return _install(job, left)
     _say_so_far(installed)
-    return _concluded(installed, measure_after(installed, check))
+    return concluded(installed, measure_after(installed, check))
 
 
 def _say_so_far(installed: Installed) -> None:
@@ -147,7 +147,7 @@ def _installed(job: Job, kept: KeptStep) -> Installed:
     fused = FusedModel(
         job.loaded.model, bench.live.regions, variant.modules, job.loaded.args, job.loaded.kwargs, plan=plan,
         graphs=None if recorder is None or no_graph is not None else Graphs(recorder, outputs=options.graph_outputs),
-        on_first_use=_MOST_SHAPES if options.dynamic == "on_first_use" else 0, live=bench.live,
+        on_first_use=MOST_SHAPES if options.dynamic == "on_first_use" else 0, live=bench.live,
     )  # fmt: skip
     return Installed(job=job, kept=kept, variant=variant, fused=fused, report=measured, tries_graph=recorder is not None)
 
@@ -185,8 +185,12 @@ def _unchanged(installed: Installed) -> AppliedRun:
     return AppliedRun(fused=installed.fused, report=report, capture=installed.job.capture)
 
 
-def _checked(installed: Installed) -> ModelCheck:
-    """Compare the whole model's numbers with a more precise run of the original."""
+def checked(installed: Installed) -> ModelCheck:
+    """Compare the whole model's numbers with a more precise run of the original.
+
+    Args:
+        installed: the fused model.
+    """
     job = installed.job
     with job.clock.phase("check the model"):
         with torch.no_grad():
@@ -215,8 +219,13 @@ def _without_guilty(job: Job, kept: KeptStep) -> KeptStep | None:
     return KeptStep(report=dropped, decision=timed, built=left, linears=linears)
 
 
-def _concluded(installed: Installed, measured: Measured) -> AppliedRun:
-    """Put the model in place, or revert everything, and complete the report."""
+def concluded(installed: Installed, measured: Measured) -> AppliedRun:
+    """Put the model in place, or revert everything, and complete the report.
+
+    Args:
+        installed: the fused model.
+        measured: its after side.
+    """
     job, fused, report = installed.job, installed.fused, installed.report
     before, after = (profile_of(measured.baselines, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
     refusal = _refusal(installed, measured, before, after)

@@ -20,6 +20,7 @@ from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import ModelInTraining, NoCompiler, NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
+from fusion_advisor.fuse.apply_again import apply_again, memory_of
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
@@ -39,7 +40,7 @@ from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
 from fusion_advisor.library.patterns import library_on_demand
-from fusion_advisor.records import Capture, Finding, Report
+from fusion_advisor.records import Capture, Environment, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.machine_load import machine_load
@@ -95,10 +96,41 @@ def apply_workload(
     _refuse_unready(loaded)
     progress = progress or Progress()
     clock = PhaseClock(progress)
+    memory = memory_of(loaded, options)
+    if memory is not None:
+        with on_device(loaded, "applying"):
+            again = apply_again(loaded, memory, options, progress, clock, on_report, instruments=instruments, last=last)
+        if again is not None:
+            return again
+    run = _apply(
+        loaded, options, progress, clock, on_report, instruments=instruments, linear_kernels=linear_kernels, last=last,
+        environment=None if memory is None else memory.environment,
+    )  # fmt: skip
+    if memory is not None:
+        memory.keep(run)
+    return run
+
+
+def _apply(
+    loaded: LoadedWorkload,
+    options: ApplyOptions,
+    progress: Progress,
+    clock: PhaseClock,
+    on_report: Callable[[Report], None],
+    *,
+    instruments: Instruments,
+    linear_kernels: Callable[..., LinearKernels | None],
+    last: LastStage,
+    environment: Environment | None,
+) -> AppliedRun:
+    """Profile and decide, with nothing remembered."""
     with (
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
     ):  # fmt: skip
-        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed, timer=instruments.timer)
+        capture, live, plan = _profile(
+            loaded, options, progress, clock, is_timed=options.is_timed, timer=instruments.timer,
+            environment=environment,
+        )  # fmt: skip
         at_the_end.callback(live.written.restore)
         _refuse_without_output(loaded, live)
         report = _first_report(capture, live, plan, options, clock)
@@ -219,10 +251,11 @@ def _profile(
     *,
     is_timed: bool = True,
     timer: HostTimer | None = None,
+    environment: Environment | None = None,
 ) -> tuple[Capture, LiveCapture, Plan]:
     device = loaded.record.device
     with clock.phase("bandwidth"):
-        environment = describe_environment(device)
+        environment = environment or describe_environment(device)
         bandwidth = options.bandwidth or measure_bandwidth(device)
         progress.note(f"copy {bandwidth.copy_bytes_per_s / 1e9:.0f} GB/s, smallest kernel {bandwidth.launch_ns / 1e3:.2f} µs")
     with clock.phase("profile"):

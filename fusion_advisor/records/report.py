@@ -71,6 +71,8 @@ class Report:
     """None on a CPU."""
     gates: tuple[Gate, ...] = ()
     """Judged ``--fail-on`` rules."""
+    remembered_from: str = ""
+    """Run whose chains, traced steps and verdicts this report repeats; empty: all of it was measured in this run."""
     durations_s: tuple[tuple[str, float], ...] = ()
     """Seconds per phase of the run."""
     warnings: tuple[str, ...] = ()

@@ -32,7 +32,8 @@ def headline(report: Report) -> Headline:
     if report.fusions or report.rewrites:
         tried = len(report.fusions) + len(report.rewrites)
         if report.status != "dry run":
-            points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept")
+            remembered = f", remembered from run {report.remembered_from}" if report.remembered_from else ""
+            points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept{remembered}")
     if report.model_check is not None:
         passed = report.model_check.is_passed
         whose = "the limit" if report.tolerance is None else "--rtol and --atol"

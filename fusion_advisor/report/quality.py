@@ -23,6 +23,19 @@ def warnings(report: Report) -> tuple[str, ...]:
 
 
 def _rows(report: Report) -> list[tuple[bool, str]]:
+    if report.remembered_from:
+        return [(False, _remembered(report)), *_measured(report)]
+    return _measured(report)
+
+
+def _remembered(report: Report) -> str:
+    return (
+        f"Chains, the traced eager step and each rewrite's time are those of run {visible(report.remembered_from, 80)}. This run "
+        "built the kernels, checked all numbers and timed the whole step; `--fresh` times every rewrite again."
+    )
+
+
+def _measured(report: Report) -> list[tuple[bool, str]]:
     data = report.quality
     launches, kernels = plural(data.launches, "launch", "launches"), plural(data.kernels, "kernel")
     if data.launches == data.kernels:

@@ -66,6 +66,7 @@ def apply(
     baseline: options.BaselineOpt = options.Against.EAGER,
     max_autotune: options.MaxAutotuneOpt = False,
     freeze: options.FreezeOpt = False,
+    fresh: options.FreshOpt = False,
     fail_on: options.FailOnOpt = None,
     absolute: options.AbsoluteOpt = False,
     output: options.OutputOpt = None,
@@ -115,6 +116,7 @@ def apply(
         baseline=baseline.value,
         max_autotune=max_autotune,
         freeze=freeze,
+        remembers=not fresh,
     )
     shown = runner.output_of(output, formats, embed_trace=embed_trace, as_json=as_json, force=force, is_opened=open_html)
     asked = options.workload_fields(

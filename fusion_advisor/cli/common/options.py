@@ -264,12 +264,10 @@ MaxAutotuneOpt = Annotated[
     bool, typer.Option("--max-autotune", help="torch.compile's max-autotune mode too: minutes.", rich_help_panel=_MEASURE)
 ]
 FreezeOpt = Annotated[
-    bool,
-    typer.Option(
-        "--freeze",
-        help="Fold values of weights and buffers, merge copies of weights: write to none, or call fused.refresh().",
-        rich_help_panel=_KEEP,
-    ),
+    bool, typer.Option("--freeze", help="Fold and copy weights: write to none, or call fused.refresh().", rich_help_panel=_KEEP)
+]
+FreshOpt = Annotated[
+    bool, typer.Option("--fresh", help="Time every rewrite again, also where its verdict is remembered.", rich_help_panel=_KEEP)
 ]
 
 FailOnOpt = Annotated[

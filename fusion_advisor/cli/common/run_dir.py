@@ -31,8 +31,8 @@ EXTRA = ("csv",)
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _SPELLED = {"kernel_dirs": "--kernels", "min_time_s": "--min-time"}
 """Options whose names differ from their fields."""
-_OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash", "budgets", "bandwidth")
-"""Fields that identify a run or say how long it measures; no option of the command line sets them."""
+_OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash", "budgets", "bandwidth", "remembers")
+"""Fields that identify a run, say how long it measures or where its verdicts come from: they make no other run of it."""
 
 
 def config_hash(verb: str, request: Any, options: ProfileOptions, revision: str) -> str:

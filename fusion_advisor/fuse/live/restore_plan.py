@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
-from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.capture.graph.tracer import LiveCapture, capture_regions
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.rebind import CannotMove
-from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Variant
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.graph_difference import first_difference, named_site
 from fusion_advisor.fuse.live.restore_kernels import build_epilogues, build_fusions, build_linears, find_epilogues
@@ -110,19 +110,35 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
     return WarmUp(phases_s=(*clock.durations_s, *between), build_s=round(sum(built) / 1e9, 3))
 
 
-def _put_in(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, build_linear: Callable[..., Made]) -> FusedModel:
+def put_together(
+    loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, *, build_linear: Callable[..., Made] = build
+) -> Restored:
+    """Capture the model again and build a plan's kernels for it; the model itself stays as it is.
+
+    Args:
+        loaded: the model and an example call.
+        saved: from :func:`load_plan`.
+        clock: of the phases.
+        build_linear: builds a kernel of a linear at a configuration.
+
+    Raises:
+        PlanMismatch: the model gives another graph, or a kernel's numbers no longer pass.
+    """
     with clock.phase("capture"):
         bench = _captured(loaded, saved, with_lines=False)
-        live = bench.live
         if first_difference(saved.capture.ops, bench.ops) is not None:
             difference = first_difference(saved.capture.ops, _captured(loaded, saved, with_lines=True).ops)
             detail = named_site(saved.fusions, *difference) if difference else "the model gives another graph each time"
             raise PlanMismatch(run=saved.run_dir.name, detail=detail)
     with clock.phase("kernels"):
-        restored = _restored(bench, loaded, saved, build_linear)
+        return _restored(bench, loaded, saved, build_linear)
+
+
+def _put_in(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, build_linear: Callable[..., Made]) -> FusedModel:
+    restored = put_together(loaded, saved, clock, build_linear=build_linear)
     with clock.phase("install"):
-        bench, plan = restored.bench, restored.plan
-        variant = bench.build(restored.plan.fusions, kept_passes(saved.report.rewrites), restored.linears)
+        bench, plan, live = restored.bench, restored.plan, restored.live
+        variant = restored.variant(saved)
         has_graph = CUDA_GRAPH.id in saved.rewrites and bench.on_cuda
         fused = FusedModel(
             loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs,
@@ -134,17 +150,27 @@ def _put_in(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, build_l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Restored:
+class Restored:
     """A plan's kernels on the graphs that it had changed."""
 
+    live: LiveCapture
+    """Of the model as it is."""
     bench: Bench
     linears: list[BuiltLinear]
     plan: ReusablePlan
 
+    def variant(self, saved: SavedPlan) -> Variant:
+        """Return the graphs with everything in them that the plan kept.
 
-def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_linear: Callable[..., Made]) -> _Restored:
+        Args:
+            saved: the plan that was restored.
+        """
+        return self.bench.build(self.plan.fusions, kept_passes(saved.report.rewrites), self.linears)
+
+
+def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_linear: Callable[..., Made]) -> Restored:
     """Change the graphs as the plan did, and build and check its kernels on them."""
-    fusions = list(saved.fusions)
+    fusions, live = list(saved.fusions), bench.live
     free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
     for rewrite in LAYOUT_CHANGES.values():
         if rewrite.id in saved.rewrites:
@@ -169,7 +195,7 @@ def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_line
         fusions=tuple(built), rewrites=kept, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=fast_math,
         tolerance=saved.report.tolerance,
     )  # fmt: skip
-    return _Restored(bench=bench, linears=linears, plan=plan)
+    return Restored(live=live, bench=bench, linears=linears, plan=plan)
 
 
 def _captured(loaded: LoadedWorkload, saved: SavedPlan, *, with_lines: bool) -> Bench:

@@ -154,6 +154,8 @@ class ApplyOptions(ProfileOptions):
             timing decides anything, and a step that is slower than eager is not reverted. For tests of numbers, not for speed.
         dynamic: ``off``: a call of an unseen shape runs the original ops. ``on_first_use``: it does once, and the kept kernels
             are bound to its sizes for the calls after it (up to eight such shapes; ``specialize`` adds any number).
+        remembers: Put in what an earlier run on this machine kept for the same model, call, options and versions: its kernels are
+            built and checked again, its verdicts are not timed again. What this run decides is remembered for the next.
     """
 
     min_gain: float = 0.005
@@ -170,6 +172,7 @@ class ApplyOptions(ProfileOptions):
     graph_outputs: Literal["clone", "static"] = "clone"
     dynamic: Literal["off", "on_first_use"] = "off"
     keep: Literal["paying", "verified"] = "paying"
+    remembers: bool = False
 
     def __post_init__(self) -> None:
         if self.exact and self.fast_math:
