@@ -109,6 +109,7 @@ def _install(job: Job, kept: KeptStep) -> AppliedRun:
         if left is not None:
             if installed.fused.graphs is not None:
                 installed.fused.graphs.forget()
+            installed.fused.give_back()
             return _install(job, left)
     _say_so_far(installed)
     return concluded(installed, measure_after(installed, check))

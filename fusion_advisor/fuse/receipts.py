@@ -11,12 +11,15 @@ from fusion_advisor.fuse.decide.session import Variant, calls_in_step, replaced_
 from fusion_advisor.fuse.rewrite.layout_copy import kernels_of
 from fusion_advisor.records import Fusion, GraphRewrite, Report, Status
 
+UNREAD = "the rewritten step reads none of its results, so none of its sites is left"
+"""In Mamba's associative scan the model itself drops half of what its ops compute."""
+
 
 def with_receipt(fusion: Fusion, variant: Variant, after_step: Step, runs: Sequence[int]) -> Fusion:
     """Fill in what the live model and the after-trace say; fusions that differ only in sizes share a kernel and its launches."""
     replaced = replaced_sites(variant)
     if fusion.id not in replaced:
-        return fusion
+        return fusion if fusion.status is not Status.KEPT else replace(fusion, status=Status.NOT_REPLACED, reason=UNREAD)
     calls = calls_in_step(variant, runs)
     launches, refusals = 0, fusion.receipt.refusals
     for (owner, name), own in calls.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
@@ -10,7 +12,7 @@ from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.fuse.after_side import without_doubles
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.session import Variant, replaced_sites
-from fusion_advisor.fuse.receipts import with_receipt
+from fusion_advisor.fuse.receipts import UNREAD, with_receipt
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, Baseline, Fusion, Launch, Receipt, Status
 
@@ -52,9 +54,12 @@ def test_a_kernel_that_was_launched_less_often_than_it_is_called_is_named():
     assert receipt.refusals == ("fa_wide was launched 1 times where its sites call it 2 times",)
 
 
-def test_a_fusion_that_stands_nowhere_keeps_its_receipt():
+def test_a_kept_fusion_without_a_site_in_the_step_is_no_kept_one():
     fusion = a_fusion("F2", 1)
-    assert with_receipt(fusion, a_variant(), a_step(), [1]) is fusion
+    left = with_receipt(fusion, a_variant(), a_step(), [1])
+    assert (left.status, left.reason, left.receipt) == (Status.NOT_REPLACED, UNREAD, fusion.receipt)
+    absorbed = replace(fusion, status=Status.ABSORBED)
+    assert with_receipt(absorbed, a_variant(), a_step(), [1]) is absorbed
 
 
 def test_only_timelines_that_a_view_draws_are_kept():

@@ -98,7 +98,7 @@ class FusedModel:
         self._objects: dict[int, Seen] = {}
         self._guard = ModuleGuard(model)
         self._original = module_call.original_call(model)
-        captured = None if live is None else live.compiled
+        captured = self._captured = None if live is None else live.compiled
         if captured is None or captured.later is not None:
             self._compiled = dynamo.compiled_call(model, self._rewritten.backend)
         else:
@@ -118,6 +118,11 @@ class FusedModel:
         key = signature(args, kwargs, leaves)
         self._verified[key] = _Verified(sharing(leaves) if any(map(writes_to_inputs, regions)) else None)
         self._guard.watch(code for region in regions for code in region.code)
+
+    def give_back(self) -> None:
+        """Leave what dynamo compiled for the capture to another fused model: this one is called no more."""
+        if self._captured is not None:
+            self._captured.later = None
 
     @property
     def fallbacks(self) -> dict[str, int]:

@@ -77,3 +77,5 @@ def test_a_fusion_that_is_right_alone_and_wrong_in_the_model_is_named_and_the_re
     assert [row.kernel for row in report.fusions if row.status is Status.KEPT] == ["add_layernorm"]
     assert report.model_check.is_passed
     assert any(by_kernel["gelu_tanh"].id in warning for warning in report.warnings)
+    receipt = by_kernel["add_layernorm"].receipt
+    assert (receipt.sites_replaced, receipt.launches_after, receipt.refusals) == (1, 1, ())
