@@ -30,7 +30,7 @@ def _rows(report: Report) -> list[tuple[bool, str]]:
 
 def _remembered(report: Report) -> str:
     return (
-        f"Chains, the traced eager step and each rewrite's time are those of run {visible(report.remembered_from, 80)}. This run "
+        f"Chains, the traced eager step and each rewrite's time come from run {visible(report.remembered_from, 80)}. This run "
         "built the kernels, checked all numbers and timed the whole step; `--fresh` times every rewrite again."
     )
 

@@ -69,7 +69,7 @@ def test_a_second_apply_puts_in_what_the_first_kept_and_times_no_rewrite(loaded,
     assert report.model_check.is_passed and report.after.label == "fused"
     assert "profile" not in progress.phases and any("--fresh" in note for note in progress.notes)
     assert any("remembered from run r1" in point for point in headline(report).points)
-    assert any("of run r1" in sentence for sentence in verdict(report)[1])
+    assert any("come from run r1" in sentence for sentence in verdict(report)[1])
     assert load_report(dump_report(report)) == report
     assert list((tmp_path / "second" / "kernels").glob("*.cpp"))
 
