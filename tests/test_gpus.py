@@ -21,6 +21,7 @@ def test_a_folder_has_gpu_tests_where_one_of_its_files_has(tmp_path, name, text,
     assert has_gpu_tests(tmp_path) is is_one
 
 
+@pytest.mark.slow
 def test_files_without_gpu_tests_are_not_imported_for_them(pytester_run):
     found = pytester_run("-m", "gpu")
     assert "1 passed" in found and "error" not in found.lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def folder_of(module):
     return "base" if folder == Path() else ".".join(folder.parts)
 
 
+@functools.cache
 def imports(module):
     """(imported module, whether it is for type checking only): lazy imports and ``import_module("…")`` included."""
     found = []

@@ -54,6 +54,7 @@ def run(folder, rendered, text, *, device="cpu"):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_triton_file_runs_alone_and_notices_a_wrong_eps(tmp_path):
     rendered = file_of(programs.rmsnorm(64, 48, "bfloat16"), "triton")
     status, said = run(tmp_path, rendered, rendered.text)

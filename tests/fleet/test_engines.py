@@ -47,6 +47,7 @@ def test_each_trace_is_read_once(tasks, engine, request):
     assert {path.read_text() for path in tasks[0].parts.iterdir()} == {"x"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("times", "lost"), [(1, 0), (99, 1)])
 def test_a_killed_worker_costs_its_own_trace_at_most(tasks, tmp_path, engine, times, lost, request):

@@ -41,6 +41,7 @@ def test_the_ranking_is_that_of_the_traces_themselves(once, traces):
     assert [(row.ops, round(row.gpu_hours * 3.6e12)) for row in report.chains][:10] == best[:10]
 
 
+@pytest.mark.slow
 def test_a_second_run_reads_only_what_is_new(once, traces, tmp_path):
     options, report, _ = once
     shutil.copytree(options.output, tmp_path / "run")

@@ -116,6 +116,7 @@ def test_cuda_asserts_where_eager_raises(lowered, tmp_path, key):
         assert isinstance(want, Exception) or is_same(output, want), name
 
 
+@pytest.mark.slow
 def test_triton_asserts_where_eager_raises(tmp_path):
     pytest.importorskip("triton")
     here = Path(__file__).parent

@@ -47,6 +47,7 @@ def run(folder, text, *arguments):
     return done, {name.partition("::")[2]: outcome for name, outcome in outcomes(folder / "found").items()}
 
 
+@pytest.mark.slow
 def test_each_test_is_run_and_a_crash_costs_one(tmp_path):
     done, found = run(tmp_path, FILE)
     bad = {"test_wrong": "failed", "test_ends_its_process": "crashed", "test_with_a_fixture_that_fails": "failed"}
@@ -68,6 +69,7 @@ def test_workers_that_end_with_their_first_test_end_the_run(tmp_path):
     assert len(found) < 60
 
 
+@pytest.mark.slow
 def test_no_test_is_begun_after_the_time(tmp_path):
     text = "import time, pytest\n@pytest.mark.parametrize('n', range(60))\ndef test_it(n):\n    time.sleep(1)\n"
     done, found = run(tmp_path, text, "--seconds", "4")

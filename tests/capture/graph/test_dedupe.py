@@ -117,6 +117,7 @@ def test_functions(function):
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, qwen2])
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_models(make, use_cache):

@@ -162,6 +162,7 @@ def test_the_source_around_a_chain_is_the_models_own():
     assert len(lines) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_every_chain_of_a_real_model_passes_as_compiled_cpp(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -76,6 +76,7 @@ def test_two_hundred_steps_hold_what_twenty_did(is_graphed):
         assert recorder.recorded == 1 and recorder.replayed >= 198 and len(fused.graphs.recordings) == 1
 
 
+@pytest.mark.slow
 def test_another_cache_in_every_call_is_freed_and_remembered_nowhere():
     fused, _ = decoding()
     with torch.no_grad():

@@ -174,6 +174,7 @@ def test_kernels_compute_it_on_the_host(tmp_path, backend):
         torch.testing.assert_close(out.double(), expected, rtol=8e-3, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_triton_computes_it_in_the_interpreter(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
     command = [sys.executable, str(HERE / "row_order_cases.py"), str(tmp_path)]
