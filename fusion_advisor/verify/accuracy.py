@@ -7,6 +7,7 @@ the same sum is already a unit away, on either side (1.4 in sums of a dozen numb
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +63,19 @@ class Limit:
 
     def allows(self, ours: Error, theirs: Error, unit: float) -> bool:
         """Whether ``ours`` keeps to the limit that the original's error ``theirs`` sets."""
-        is_near = ours.rel_l2 <= max(self.factor * theirs.rel_l2, self.units * unit) and ours.nonfinite <= theirs.nonfinite
+        return self.excess(ours, theirs, unit) <= 1 and ours.nonfinite <= theirs.nonfinite
+
+    def excess(self, ours: Error, theirs: Error, unit: float) -> float:
+        """Return how many times its limit the relative or the largest error is, whichever is further beyond.
+
+        Args:
+            ours: errors of the result.
+            theirs: errors of the original's.
+            unit: of the dtype, from :func:`unit_of`.
+        """
+        relative = _over(ours.rel_l2, max(self.factor * theirs.rel_l2, self.units * unit))
         largest = max(self.factor * _ABS_OVER_REL * theirs.max_abs, 2 * self.units * unit * ours.oracle_max)
-        return is_near and ours.max_abs <= largest
+        return max(relative, _over(ours.max_abs, largest))
 
     def __str__(self) -> str:
         return (
@@ -72,6 +83,13 @@ class Limit:
             f"largest error ≤ {self.factor * _ABS_OVER_REL:.3g} × the original's "
             f"(or {2 * self.units:g} units of the largest value)"
         )
+
+
+def _over(error: float, limit: float) -> float:
+    """Divide an error by its limit; at most 1 exactly where the error keeps to the limit, which no NaN does."""
+    if error <= limit:
+        return error / limit if 0 < limit < math.inf else 0.0
+    return max(error / limit, math.nextafter(1, 2)) if 0 < limit and error < math.inf else math.inf
 
 
 def limit_for(dtype: torch.dtype, *, fast_math: bool = False) -> Limit:

@@ -204,12 +204,14 @@ class _Comparison:
         fast_math: allow what --fast-math costs.
         tolerance: the user's limit instead of eager's own error.
         worst: errors of the kernel and of eager where the kernel is farthest beyond its limit.
+        badness: how far.
         nonfinite: elements that are not finite and are finite in eager.
     """
 
     fast_math: bool
     tolerance: Tolerance | None
     worst: tuple[Error, Error] | None = None
+    badness: float = 0.0
     is_passed: bool = True
     nonfinite: int = 0
     elements: int = 0
@@ -228,9 +230,9 @@ class _Comparison:
         self.bit_equal += count_bit_equal(one, original) if one.dtype == original.dtype else 0
         self.fused_ulps = _added(self.fused_ulps, count_ulps(one, truth))
         self.eager_ulps = _added(self.eager_ulps, count_ulps(original, truth))
-        unit = unit_of(original.dtype)
-        if self.worst is None or _badness(ours, theirs, unit) > _badness(*self.worst, unit):
-            self.worst = (ours, theirs)
+        badness = _badness(ours, theirs, original.dtype, fast_math=self.fast_math)
+        if self.worst is None or badness > self.badness:
+            self.worst, self.badness = (ours, theirs), badness
 
     def _judge(self, results: special_values.Results, ours: Error, theirs: Error) -> None:
         """Refuse a result whose error is over the limit, or which was cut off instead of rounded."""
@@ -277,7 +279,10 @@ def why_wrong(numerics: Numerics, tolerance: Tolerance | None = None) -> str:
     """Say in one line what a check that did not pass has found."""
     if numerics.faults:
         return "; ".join(numerics.faults[:3])
-    errors = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
+    errors = (
+        f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}; "
+        f"largest error {numerics.fused_max_abs:.2e}, the original ops have {numerics.eager_max_abs:.2e}"
+    )
     return errors if tolerance is None else f"{errors}; outside {tolerance}"
 
 
@@ -315,9 +320,10 @@ def _added(counts: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(one + other for one, other in zip(counts, more, strict=True))
 
 
-def _badness(ours: Error, theirs: Error, unit: float) -> float:
-    # Integers have no unit: whatever differs is far off.
-    return ours.rel_l2 / max(theirs.rel_l2, unit / 4, 1e-30) + 1e9 * max(0, ours.nonfinite - theirs.nonfinite)
+def _badness(ours: Error, theirs: Error, dtype: torch.dtype, *, fast_math: bool) -> float:
+    """How far beyond its limit a result is; the one that is shown is the one that was refused, where one was."""
+    own = limit_for(dtype, fast_math=fast_math).excess(ours, theirs, unit_of(dtype))
+    return own + 1e9 * max(0, ours.nonfinite - theirs.nonfinite)
 
 
 def random_like(
