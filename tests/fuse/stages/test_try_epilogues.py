@@ -176,7 +176,7 @@ def test_activations_go_into_their_gemms_and_take_kernels_sites(quick):
 @pytest.mark.parametrize("status", [Status.WITHIN_NOISE, Status.SLOWER])
 def test_activations_whose_move_does_not_pay_stay(quick, status):
     run = apply_workload(mlp(), quick, instruments=planted(status))
-    assert row_of(run).status is status
+    assert row_of(run).status is status, row_of(run).reason
     assert all(one.status is Status.KEPT and one.receipt.sites_replaced for one in kernel_of(run))
 
 
