@@ -89,7 +89,7 @@ def _over(error: float, limit: float) -> float:
     """Divide an error by its limit; at most 1 exactly where the error keeps to the limit, which no NaN does."""
     if error <= limit:
         return error / limit if 0 < limit < math.inf else 0.0
-    return max(error / limit, math.nextafter(1, 2)) if 0 < limit and error < math.inf else math.inf
+    return max(error / limit, math.nextafter(1, 2)) if limit > 0 and error < math.inf else math.inf
 
 
 def limit_for(dtype: torch.dtype, *, fast_math: bool = False) -> Limit:
