@@ -24,10 +24,19 @@ def tool_version() -> str:
     try:
         return version("fusion-advisor")
     except PackageNotFoundError:
-        import tomllib
+        return project_version(_PACKAGE.parent)
 
-        project = _PACKAGE.parent / "pyproject.toml"
-        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]) if project.is_file() else "unknown"
+
+def project_version(root: Path) -> str:
+    """Return the version in the pyproject.toml of a checkout; ``unknown`` where there is none.
+
+    Args:
+        root: of the checkout.
+    """
+    import tomllib
+
+    project = root / "pyproject.toml"
+    return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]) if project.is_file() else "unknown"
 
 
 def package_sources() -> Iterator[tuple[str, bytes]]:

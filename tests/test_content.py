@@ -1,22 +1,16 @@
-"""The version of an installation and of a bare checkout."""
+"""The version of a checkout that was never installed."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import tomllib
+from pathlib import Path
 
-import pytest
-
-from fusion_advisor import content
+from fusion_advisor.content import project_version
 
 
-def test_a_checkout_that_was_never_installed_has_the_version_of_its_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
+def test_its_project_names_the_version(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "7.8.9"\n', encoding="utf-8")
+    assert project_version(tmp_path) == "7.8.9"
 
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    project = content.content_dir("templates").parent / "pyproject.toml"
-    if not project.is_file():
-        pytest.skip("the package is installed without its checkout, so no pyproject.toml is next to it")
-    named = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
-    assert content.tool_version() == named and named[0].isdigit()
+
+def test_a_package_without_its_project_has_none(tmp_path: Path) -> None:
+    assert project_version(tmp_path) == "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,18 +13,33 @@ from fusion_advisor.files.private_folder import cache_folder
 from fusion_advisor.fuse import remembered
 from fusion_advisor.fuse.installed import LAST_STAGE
 from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
 from fusion_advisor.records import Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.quality import verdict
 from fusion_advisor.runtime.environment import describe_environment
 from fusion_advisor.workload.load import describe_live
-from tests.fuse.test_pipeline import FASTER, TIMING, Model, Told, keep_all, keep_none, loaded, pytestmark, quick, verdicts  # noqa: F401
+from tests.fuse.test_pipeline import FASTER, TIMING, Model, Told, keep_all, keep_none, verdicts
+from tests.tiny import BANDWIDTH
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 
 
 @pytest.fixture
-def asked(quick):  # noqa: F811
-    return replace(quick, remembers=True)
+def workload():
+    torch.manual_seed(0)
+    return describe_live(Model().eval(), (torch.randn(2, 48, 64),))
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """Options of a run that remembers, with short budgets and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return ApplyOptions(
+        warmup=1, runs=8, min_share=0.0, run_dir=tmp_path / "run", run_id="r1", config_hash="abc", command="x", compile=False,
+        budgets=Budgets(wall_s=0.05, decide_s=0.2), bandwidth=BANDWIDTH, remembers=True,
+    )  # fmt: skip
 
 
 def faster(status_of):
@@ -40,8 +56,8 @@ def never():
     return replace(faster(keep_all), decide=fail, compare_alone=fail)
 
 
-def first_run(loaded, asked):  # noqa: F811
-    run = apply_workload(loaded, asked, instruments=faster(keep_all))
+def first_run(workload, asked):
+    run = apply_workload(workload, asked, instruments=faster(keep_all))
     run.revert()
     return run
 
@@ -50,15 +66,15 @@ def kept_names():
     return sorted(path.name for path in cache_folder("decisions").iterdir())
 
 
-def test_a_second_apply_puts_in_what_the_first_kept_and_times_no_rewrite(loaded, asked, tmp_path):  # noqa: F811
-    first, progress = first_run(loaded, asked), Told()
-    expected = loaded.model(*loaded.args)
+def test_a_second_apply_puts_in_what_the_first_kept_and_times_no_rewrite(workload, asked, tmp_path):
+    first, progress = first_run(workload, asked), Told()
+    expected = workload.model(*workload.args)
     second = apply_workload(
-        loaded, replace(asked, run_id="r2", run_dir=tmp_path / "second"), progress, instruments=never()
+        workload, replace(asked, run_id="r2", run_dir=tmp_path / "second"), progress, instruments=never()
     )  # fmt: skip
     try:
         with torch.no_grad():
-            torch.testing.assert_close(loaded.model(*loaded.args), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(workload.model(*workload.args), expected, rtol=1e-5, atol=1e-5)
         assert second.fused.fallbacks == {}
     finally:
         second.revert()
@@ -74,18 +90,18 @@ def test_a_second_apply_puts_in_what_the_first_kept_and_times_no_rewrite(loaded,
     assert list((tmp_path / "second" / "kernels").glob("*.cpp"))
 
 
-def test_a_third_run_names_the_run_that_measured(loaded, asked):  # noqa: F811
-    first_run(loaded, asked)
+def test_a_third_run_names_the_run_that_measured(workload, asked):
+    first_run(workload, asked)
     for name in ("r2", "r3"):
-        run = apply_workload(loaded, replace(asked, run_id=name), instruments=never())
+        run = apply_workload(workload, replace(asked, run_id=name), instruments=never())
         run.revert()
         assert run.report.remembered_from == "r1"
 
 
-def test_nothing_is_remembered_unless_it_is_asked_for_and_something_was_kept(loaded, asked):  # noqa: F811
-    apply_workload(loaded, replace(asked, remembers=False), instruments=faster(keep_all)).revert()
+def test_nothing_is_remembered_unless_it_is_asked_for_and_something_was_kept(workload, asked):
+    apply_workload(workload, replace(asked, remembers=False), instruments=faster(keep_all)).revert()
     assert kept_names() == []
-    apply_workload(loaded, asked, instruments=faster(keep_none)).revert()
+    apply_workload(workload, asked, instruments=faster(keep_none)).revert()
     assert kept_names() == []
     for other in ({"dry_run": True}, {"nvtx": True}, {"keep": "verified"}):
         assert not remembered.is_wanted(replace(asked, **other))
@@ -98,9 +114,9 @@ class Wider(Model):
         return super().forward(x) + x
 
 
-def test_another_graph_of_the_same_name_is_measured_anew(loaded, asked):  # noqa: F811
-    first_run(loaded, asked)
-    other = replace(describe_live(Wider().eval(), loaded.args), record=loaded.record)
+def test_another_graph_of_the_same_name_is_measured_anew(workload, asked):
+    first_run(workload, asked)
+    other = replace(describe_live(Wider().eval(), workload.args), record=workload.record)
     progress = Told()
     run = apply_workload(other, asked, progress, instruments=faster(keep_all))
     run.revert()
@@ -108,45 +124,45 @@ def test_another_graph_of_the_same_name_is_measured_anew(loaded, asked):  # noqa
     assert any("holds no more" in note for note in progress.notes) and "profile" in progress.phases
 
 
-def test_a_decision_that_makes_wrong_numbers_is_dropped(loaded, asked):  # noqa: F811
-    first_run(loaded, asked)
+def test_a_decision_that_makes_wrong_numbers_is_dropped(workload, asked):
+    first_run(workload, asked)
     answers = iter([False, True])
 
     def check(*args, **kwargs):
         found = LAST_STAGE.check_model(*args, **kwargs)
         return replace(found, is_passed=next(answers, True))
 
-    run = apply_workload(loaded, asked, instruments=faster(keep_all), last=replace(LAST_STAGE, check_model=check))
+    run = apply_workload(workload, asked, instruments=faster(keep_all), last=replace(LAST_STAGE, check_model=check))
     run.revert()
     assert run.report.remembered_from == "" and run.report.model_check.is_passed
 
 
-def test_a_step_that_is_slower_than_eager_now_is_measured_anew(loaded, asked):  # noqa: F811
-    first_run(loaded, asked)
+def test_a_step_that_is_slower_than_eager_now_is_measured_anew(workload, asked):
+    first_run(workload, asked)
     slower = verdicts(keep_all, walls=lambda calls, **_: [FASTER, TIMING][: len(calls)])
     progress = Told()
-    apply_workload(loaded, asked, progress, instruments=slower).revert()
+    apply_workload(workload, asked, progress, instruments=slower).revert()
     assert any("slower than eager" in note for note in progress.notes) and "profile" in progress.phases
     assert kept_names() == []
 
 
 @pytest.mark.parametrize("name", ["report.json", "capture.json.gz"])
-def test_a_damaged_decision_is_dropped_with_a_warning(loaded, asked, name):  # noqa: F811
-    first_run(loaded, asked)
+def test_a_damaged_decision_is_dropped_with_a_warning(workload, asked, name):
+    first_run(workload, asked)
     (path,) = cache_folder("decisions").glob(f"*/{name}")
     path.write_bytes(path.read_bytes()[:100])
     progress = Told()
-    run = apply_workload(loaded, asked, progress, instruments=faster(keep_all))
+    run = apply_workload(workload, asked, progress, instruments=faster(keep_all))
     run.revert()
     assert run.report.remembered_from == "" and any("was dropped" in text for text in progress.warnings)
     assert len(kept_names()) == 1
 
 
-def test_the_key_changes_with_all_that_a_verdict_depends_on_and_with_nothing_else(loaded, asked):  # noqa: F811
+def test_the_key_changes_with_all_that_a_verdict_depends_on_and_with_nothing_else(workload, asked):
     environment = describe_environment("cpu")
 
-    def key(*, workload=loaded.record, environment=environment, options=asked, settings="", content=""):
-        return remembered.decision_key(workload, environment, options, settings, content)
+    def key(*, record=workload.record, environment=environment, options=asked, settings="", content=""):
+        return remembered.decision_key(record, environment, options, settings, content)
 
     same = [
         key(),
@@ -154,7 +170,7 @@ def test_the_key_changes_with_all_that_a_verdict_depends_on_and_with_nothing_els
         key(environment=replace(environment, commit="0123", tool="9.9")),
     ]
     others = [
-        key(workload=replace(loaded.record, dtype="bf16")),
+        key(record=replace(workload.record, dtype="bf16")),
         key(environment=replace(environment, torch="2.99")),
         key(environment=replace(environment, device_name="another GPU")),
         key(environment=replace(environment, driver="1")),
@@ -167,8 +183,8 @@ def test_the_key_changes_with_all_that_a_verdict_depends_on_and_with_nothing_els
     assert len(set(same)) == 1 and len({*same, *others}) == 1 + len(others)
 
 
-def test_only_so_many_decisions_are_kept_and_the_one_unused_for_longest_goes(loaded, asked, monkeypatch):  # noqa: F811
-    run = first_run(loaded, asked)
+def test_only_so_many_decisions_are_kept_and_the_one_unused_for_longest_goes(workload, asked, monkeypatch):
+    run = first_run(workload, asked)
     assert any(row.status is Status.KEPT for row in run.report.fusions)
     monkeypatch.setattr(remembered, "MOST", 2)
     (first,) = kept_names()
