@@ -51,7 +51,7 @@ def torch_settings() -> TorchSettings:
 
 def evaluated_masks(live: LiveCapture) -> Mapping[str, int]:
     """Count the attention calls whose traced mask says no more than a flag, by what it says (``causal``, ``all true``)."""
-    return Counter(meaning for region in live.regions for meaning in mask_meanings(region.graph.graph).values())
+    return Counter(meaning for region in live.regions for meaning in mask_meanings(region.graph.graph, region).values())
 
 
 def find_findings(capture: Capture, plan: Plan, settings: TorchSettings, masks: Mapping[str, int]) -> tuple[Finding, ...]:

@@ -187,6 +187,9 @@ def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: to
         device = chosen
     is_switched = made.model.training and request.phase != "train"
     model = made.model.to(device, dtype).eval()
+    if request.phase != "train":  # an optimizer of the factory's would go on with parameters that the model no longer has
+        lay_out_siblings(model)
+        leave_room(model)
     inputs = _placed(made.inputs, model, device=device, dtype=dtype)
     metas = input_metas(model, inputs.args, inputs.kwargs)
     record = _record(request, model, metas, device=device, seq_len=inputs.seq_len, weights="user", batch=_batch_of(metas))

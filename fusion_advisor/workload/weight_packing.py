@@ -3,8 +3,8 @@
 Linears that read one input (q/k/v, gate/up) can run as one GEMM on a view of their weights, with no second copy of them, when
 those lie one after the other. A weight of an odd number of rows (a vocabulary of 50,257) gets room for a few more after it, so
 that its GEMM can run on a rounded size. The model is the same otherwise: names, values, dtypes, ties and the state_dict do not
-change, and no weight is laid out twice. This is done to models that we make or load, before anybody holds their parameters; a
-user's live model is never touched.
+change, and no weight is laid out twice. This is done to models that we load or that a factory makes for us, before anybody holds
+their parameters; a user's live model is never touched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def lay_out_siblings(model: nn.Module) -> int:
     for parent in model.modules():
         families: dict[tuple[object, ...], list[nn.Linear]] = {}
         for child in parent.children():
-            if type(child) is nn.Linear and all(uses[id(p)] == 1 and id(p) not in tied for p in child.parameters()):
+            mine = list(child.parameters()) if type(child) is nn.Linear else []
+            if mine and all(_is_plain(p) and uses[id(p)] == 1 and id(p) not in tied for p in mine):
                 weight = child.weight
                 key = (child.in_features, child.bias is None, weight.dtype, weight.device)
                 families.setdefault(key, []).append(child)
@@ -75,7 +76,7 @@ def leave_room(model: nn.Module) -> int:
     moved = 0
     for linear in [module for module in model.modules() if type(module) is nn.Linear]:
         for parameter in list(linear.parameters(recurse=False)):
-            if not parameter.dim() or id(parameter) in tied:
+            if not parameter.dim() or id(parameter) in tied or not _is_plain(parameter):
                 continue
             rows = roomy_rows(parameter.shape[0])
             fills_storage = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
@@ -126,6 +127,11 @@ def _tied_by_memory(model: nn.Module) -> set[int]:
         if end > reach:
             reach, holder = end, tensor_id
     return tied
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether a new parameter over the same values is the same: no subclass's tensor, and nobody waits for its gradient."""
+    return type(parameter.data) is torch.Tensor and not parameter._backward_hooks and not parameter.is_meta
 
 
 def _is_aligned(parameter: nn.Parameter) -> bool:

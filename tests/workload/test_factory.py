@@ -9,6 +9,7 @@ import torch
 from fusion_advisor.errors import AdvisorError, BadFactory, FactoryFailed, UsageError
 from fusion_advisor.workload.load import LoadedWorkload, load_workload
 from fusion_advisor.workload.request import WorkloadRequest
+from fusion_advisor.workload.weight_packing import has_room
 
 CODE = """
 import torch
@@ -38,6 +39,11 @@ def only_model():
 
 def swapped():
     return torch.ones(3, 4), nn.Linear(4, 2)
+
+def projections():
+    model = nn.ModuleDict({name: nn.Linear(16, 16, dtype=torch.bfloat16) for name in "qkv"})
+    model["head"] = nn.Linear(8, 13, bias=False, dtype=torch.bfloat16)
+    return model, torch.ones(1)
 
 def number():
     return nn.Linear(4, 2), 7
@@ -90,6 +96,15 @@ def test_a_factory_is_seeded_and_cast(here: Path) -> None:
     half = load("net.py:named", dtype="bf16")
     assert half.model(**half.kwargs).dtype == torch.bfloat16
     assert half.record.dtype == "bf16"
+
+
+def test_a_factory_s_weights_are_laid_out_for_merged_and_padded_gemms(here: Path) -> None:
+    model = load("net.py:projections").model
+    storages = {model[name].weight.untyped_storage().data_ptr() for name in "qkv"}
+    assert len(storages) == 1
+    assert has_room(model["head"].weight, 16)
+    trained = load("net.py:projections", phase="train").model
+    assert len({trained[name].weight.untyped_storage().data_ptr() for name in "qkv"}) == 3
 
 
 def test_modules_and_neighbours_are_found(here: Path) -> None:

@@ -85,6 +85,13 @@ def test_siblings_beside_each_other_in_one_storage_are_laid_out():
     assert torch.equal(model["k"].weight, memory[12:]) and model["k"].weight.data_ptr() != memory[12:].data_ptr()
 
 
+def test_parameters_that_are_more_than_their_values_stay():
+    model = nn.ModuleDict({name: nn.Linear(16, 12, bias=False, dtype=torch.float16) for name in "qk"})
+    model["q"].weight.register_hook(lambda gradient: gradient)
+    assert lay_out_siblings(model) == 0
+    assert leave_room(model) == 1
+
+
 def test_rows_are_rounded_up():
     assert [padded_rows(rows) for rows in (1, 8, 9, 50257)] == [8, 8, 16, 50264]
 

@@ -50,8 +50,9 @@ _LAYOUT_IN_PLACE: dict[Any, Any] = {
     _aten.squeeze_.default: _aten.squeeze.default,
     _aten.squeeze_.dim: _aten.squeeze.dim,
     _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.detach_.default: _aten.detach.default,
 }
-"""Ops that write no memory but give a tensor other sizes and strides, and the views that say the same."""
+"""Ops that write no memory but give a tensor other sizes and strides, or no gradient, and the views that say the same."""
 
 
 class NotTraced(Exception):

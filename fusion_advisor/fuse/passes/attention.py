@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.chains.trace_bytes import read_bytes
-from fusion_advisor.fuse.passes.constant_folding import evaluate, foldable_nodes
+from fusion_advisor.fuse.passes.constant_folding import evaluate, foldable_nodes, literals_of
 from fusion_advisor.fuse.rewrite.price import PassEffect
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.records import Arg, Capture, OpClass, OpNode, Ref, TensorMeta
@@ -28,12 +28,12 @@ _ATTENTION = "aten.scaled_dot_product_attention.default"
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def drop_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
+def drop_masks(graph: Graph, region: Region, _constants: dict[str, torch.Tensor]) -> int:
     """Replace masks that evaluate to "causal" or "all true" by ``is_causal`` or no mask; returns how many.
 
     Must run before the masks are folded into stored tensors.
     """
-    meanings = mask_meanings(graph)
+    meanings = mask_meanings(graph, region)
     for node, found in meanings.items():
         arguments = [_argument(node, name) for name in _ARGUMENTS]
         arguments[3], arguments[5] = None, found == "causal"
@@ -42,16 +42,22 @@ def drop_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor
     return len(meanings)
 
 
-def mask_meanings(graph: Graph) -> dict[Node, str]:
-    """Return the attention calls whose mask depends on no input and says no more than a flag: ``causal`` or ``all true``."""
+def mask_meanings(graph: Graph, region: Region) -> dict[Node, str]:
+    """Return the attention calls whose mask depends on no input and says no more than a flag: ``causal`` or ``all true``.
+
+    Args:
+        graph: the region's, or a copy of it.
+        region: holds the literals of the model's own code.
+    """
     calls = [
         node
         for node in graph.nodes
         if node.target is _SDPA and isinstance(_argument(node, "attn_mask"), Node) and not _argument(node, "is_causal")
     ]
-    foldable = foldable_nodes(graph)
+    literals = literals_of(graph, region)
+    foldable = foldable_nodes(graph, literals)
     masks = [mask for mask in {_argument(node, "attn_mask"): None for node in calls} if mask in foldable]
-    meaning = {mask: _meaning(value) for mask, value in evaluate(masks).items()}
+    meaning = {mask: _meaning(value) for mask, value in evaluate(masks, literals).items()}
     found = {node: meaning.get(_argument(node, "attn_mask")) for node in calls}
     return {node: text for node, text in found.items() if text is not None}
 

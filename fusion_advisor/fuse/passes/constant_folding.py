@@ -30,20 +30,22 @@ HELD_LIMIT_BYTES = 256 << 20
 """Folded values of one region together: what would go past it is computed at every call, as before."""
 
 
-def fold_constants(graph: Graph, _region: Region, constants: dict[str, torch.Tensor]) -> int:
+def fold_constants(graph: Graph, region: Region, constants: dict[str, torch.Tensor]) -> int:
     """Replace every value that depends on no placeholder by a stored tensor.
 
     Args:
         graph: rewritten in place.
+        region: holds the literals of the model's own code (``torch.tensor(511)``).
         constants: gets one tensor per value, under the name that its ``get_attr`` node uses.
 
     Returns:
         How many ops are no longer run.
     """
-    foldable = foldable_nodes(graph)
+    literals = literals_of(graph, region)
+    foldable = foldable_nodes(graph, literals)
     for node in _frontier(foldable, held_bytes(graph)):
         name = f"folded_{len(constants)}"
-        constants[name] = evaluate([node])[node]
+        constants[name] = evaluate([node], literals)[node]
         with graph.inserting_before(node):
             stored = graph.get_attr(name)
         _put(node, stored, foldable)
@@ -111,6 +113,17 @@ def foldable_nodes(graph: Graph, sources: Collection[Node] = ()) -> dict[Node, N
         if all(source in found or source in allowed for source in node.all_input_nodes):
             found[node] = None
     return found
+
+
+def literals_of(graph: Graph, region: Region) -> dict[Node, torch.Tensor]:
+    """Return the tensors that a graph holds because the model's code spells them out, by the op that reads each.
+
+    Args:
+        graph: a copy of the region's.
+        region: whose graph has the tensors.
+    """
+    read = [node for node in graph.nodes if node.op == "get_attr" and hasattr(region.graph, str(node.target))]
+    return {node: getattr(region.graph, str(node.target)) for node in read}
 
 
 def _frontier(foldable: dict[Node, None], held_bytes: int) -> list[Node]:
@@ -188,9 +201,14 @@ def _bytes(node: Node) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
 
 
-def evaluate(nodes: list[Node]) -> dict[Node, Any]:
-    """Run the ops that ``nodes`` need (none of which depends on a placeholder) and return their values."""
-    values: dict[Node, Any] = {}
+def evaluate(nodes: list[Node], literals: Mapping[Node, torch.Tensor] | None = None) -> dict[Node, Any]:
+    """Run the ops that ``nodes`` need and return their values.
+
+    Args:
+        nodes: none depends on a placeholder.
+        literals: tensors of the graph that they read.
+    """
+    values: dict[Node, Any] = dict(literals or {})
 
     def value_of(node: Node) -> Any:
         if node not in values:

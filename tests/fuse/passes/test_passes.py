@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.passes import constant_folding
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
 from fusion_advisor.fuse.passes.constant_folding import fold_constants, fold_frozen, frozen_bytes, held_bytes
@@ -241,6 +242,47 @@ def test_what_depends_on_no_input_is_computed_once():
     assert changed[0] >= 5
     assert targets(module) == ["aten.mul.Tensor", "aten.add.Tensor"]
     assert len(dict(module.named_buffers())) == 2
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_literals_in_the_models_code_are_constants_too():
+    def function(x):
+        positions = torch.arange(8.0)
+        highest = torch.tensor(3).type_as(positions)
+        return x * torch.where(positions > 3, highest, positions) / torch.sqrt(torch.tensor([[4.0]]))
+
+    model = Calls(function)
+    (region,) = capture_regions(model, (Q,), {}).regions  # `retrace` makes `detach_` a view
+    module, changed = rewrite_region(region, _indices(region), [], [fold_constants])
+    assert changed[0] >= 6
+    assert targets(module) == ["aten.mul.Tensor", "aten.div.Tensor"]
+    torch.testing.assert_close(module(Q)[0], model(Q))
+
+
+def test_a_literal_that_is_written_to_is_made_anew_at_each_call():
+    def function(x):
+        total = torch.tensor([1.0, 2.0])
+        total.add_(x[0, 0, 0, :2])
+        return total * 2
+
+    rewritten(function, (Q,), fold_constants)
+
+
+def test_a_mask_that_is_made_of_a_literal_becomes_the_flag():
+    def additive(n):
+        return torch.where(torch.ones(n, n, dtype=torch.bool).tril(), 0.0, torch.tensor(float("-inf")))
+
+    model = Calls(lambda q: sdpa(q, q, q, attn_mask=additive(q.shape[-2])))
+    (region,) = capture_regions(model, (Q,), {}).regions
+    assert rewrite_region(region, _indices(region), [], [drop_masks])[1] == [1]
 
 
 def test_folding_keeps_dtypes_and_layouts():
