@@ -24,9 +24,8 @@ from fusion_advisor.fuse.apply_again import apply_again, memory_of
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
-from fusion_advisor.fuse.decide.rebind import Kept
+from fusion_advisor.fuse.decide.rebind import Kept, confirmed_once
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.decide.too_busy import with_noise_judged
 from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
 from fusion_advisor.fuse.installed import LAST_STAGE, LastStage
@@ -39,6 +38,7 @@ from fusion_advisor.fuse.plan.plan import Plan, make_plan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
+from fusion_advisor.fuse.too_busy import with_noise_judged
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import Capture, Environment, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
@@ -145,10 +145,11 @@ def _apply(
         with clock.phase("keep what pays"):
             budget_s = options.budgets.decide_on(capture.environment.device_kind)
             decision, rewrites, fusions, built = choose(
-                bench, fusions, built, options, progress, budget_s=budget_s, instruments=instruments
+                bench, fusions, built, options, progress, budget_s=budget_s, instruments=instruments, capture=capture
             )
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             kept = _on_top(kept, loaded, options, progress, instruments, linear_kernels, budget_s=budget_s)
+            kept = confirmed_once(kept, is_timed=options.is_timed, budget_s=budget_s / 3)
         report = _with_decision(report, kept, plan, bench, capture, is_timed=options.is_timed)
         on_report(report)
         return install(

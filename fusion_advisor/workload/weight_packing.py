@@ -38,8 +38,9 @@ def lay_out_siblings(model: nn.Module) -> int:
     for parent in model.modules():
         families: dict[tuple[object, ...], list[nn.Linear]] = {}
         for child in parent.children():
-            mine = list(child.parameters()) if type(child) is nn.Linear else []
-            if mine and all(_is_plain(p) and uses[id(p)] == 1 and id(p) not in tied for p in mine):
+            if type(child) is nn.Linear and all(
+                _is_plain(p) and uses[id(p)] == 1 and id(p) not in tied for p in child.parameters()
+            ):
                 weight = child.weight
                 key = (child.in_features, child.bias is None, weight.dtype, weight.device)
                 families.setdefault(key, []).append(child)

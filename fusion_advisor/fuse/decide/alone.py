@@ -3,15 +3,19 @@
 A chain of a millisecond is timed between two of the scheduler's slices; a step of 300 ms never is. So a rewrite that the step
 can neither confirm nor refute is judged by its chain's own times, once for each run in the step. Figures:
 ``docs/measurements/cpu_clock.md``.
+
+On a GPU the step shows gains of a thousandth, and a rewrite whose own times leave it less than the least gain would be timed
+until the budget ends. Such rewrites are put on the step together, as one. Figures: ``docs/measurements/keep_rule.md``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fusion_advisor import units
+from fusion_advisor.fuse.decide.step_runner import Candidate
 from fusion_advisor.fuse.decide.verdict import Verdict, verdict_of
 from fusion_advisor.records import Chain, Fusion, Status, Timing
 from fusion_advisor.timing.interleaving import Difference, difference
@@ -73,7 +77,69 @@ _ROUND_NOISE = 0.05
 rounds of GPT-2 differed by 2.3 % in the quietest of ten runs (``docs/measurements/first_minutes.md``)."""
 
 
-def not_worth_the_step(alone: Mapping[str, Difference], *, step_ns: float, min_gain: float, rounds: int) -> dict[str, Verdict]:
+def pooled(
+    candidates: Sequence[Candidate], alone: Mapping[str, Difference], *, step_ns: float, min_gain: float
+) -> list[Candidate]:
+    """Put rewrites that are too little by themselves together, at the end; they are what is left to gain by then.
+
+    Args:
+        candidates: in the order that they are stacked.
+        alone: what rewrites change by their own times, in a step; one without is timed by itself.
+        step_ns: the step.
+        min_gain: share of the step that a rewrite must save.
+    """
+    left_ns = step_ns + sum(alone[one.id].median_ns for one in candidates if one.id in alone)
+    little = [one for one in candidates if one.id in alone and -alone[one.id].low_ns < min_gain * left_ns]
+    if len(little) < 2:
+        return list(candidates)
+    together = Candidate(id=", ".join(one.id for one in little), parts=tuple(little))
+    return [*(one for one in candidates if one not in little), together]
+
+
+def total_of(alone: Mapping[str, Difference], candidate: Candidate) -> Difference:
+    """Return what all rewrites of a candidate change by their own times, in a step."""
+    each = [alone[one.id] for one in candidate.rewrites]
+    median_ns, low_ns, high_ns = (
+        sum(ends) for ends in zip(*((one.median_ns, one.low_ns, one.high_ns) for one in each), strict=True)
+    )
+    return Difference(median_ns=median_ns, low_ns=low_ns, high_ns=high_ns)
+
+
+def each_of(verdict: Verdict, candidate: Candidate, alone: Mapping[str, Difference]) -> dict[str, Verdict]:
+    """Return the verdict on each rewrite of a candidate: what all of them change, divided by what each saves by its own times.
+
+    Args:
+        verdict: on the candidate.
+        candidate: one rewrite or several.
+        alone: what rewrites change by their own times, in a step.
+    """
+    if not candidate.parts:
+        return {candidate.id: verdict}
+    # Each is faster by itself: where all of them are slower, none of them is known to be.
+    status = Status.WITHIN_NOISE if verdict.status is Status.SLOWER else verdict.status
+    total_ns = total_of(alone, candidate).median_ns
+    found = {}
+    for one in candidate.parts:
+        own_ns, others = alone[one.id].median_ns, ", ".join(other.id for other in candidate.parts if other is not one)
+        share = own_ns / total_ns if total_ns else 1 / len(candidate.parts)
+        low_ns, high_ns = (round(share * end_ns) for end_ns in verdict.interval_ns)
+        reason = (
+            f"by its own times {units.delta(own_ns)} per step, too little by itself; together with {others}: {verdict.reason}"
+        )
+        found[one.id] = replace(
+            verdict,
+            id=one.id,
+            status=status,
+            reason=reason,
+            delta_ns=round(share * verdict.delta_ns),
+            interval_ns=(low_ns, high_ns),
+        )
+    return found
+
+
+def not_worth_the_step(
+    alone: Mapping[str, Difference], *, step_ns: float, min_gain: float, rounds: int, round_noise: float = _ROUND_NOISE
+) -> dict[str, Verdict]:
     """Return the verdicts on rewrites that need not be timed in the step.
 
     Some save next to nothing, all of them together. Others are below the least gain by themselves, and even twice their saving
@@ -84,9 +150,10 @@ def not_worth_the_step(alone: Mapping[str, Difference], *, step_ns: float, min_g
         step_ns: the step; a low figure, so that the least gain is not made larger by chance.
         min_gain: share of the step that a rewrite must save.
         rounds: of the step that there is time for.
+        round_noise: share of the step by which one differs from itself in one round.
     """
     found: dict[str, Verdict] = {}
-    room_ns, noise_ns = _SHARE * min_gain * step_ns, _ROUND_NOISE * step_ns / math.sqrt(rounds)
+    room_ns, noise_ns = _SHARE * min_gain * step_ns, round_noise * step_ns / math.sqrt(rounds)
     for name, change in sorted(alone.items(), key=lambda item: -item[1].low_ns):
         most_ns = max(0.0, -_IN_STEP * change.low_ns)
         if most_ns <= room_ns:

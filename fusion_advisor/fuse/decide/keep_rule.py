@@ -6,6 +6,8 @@ that a look at the first rounds settles are left out of the further ones (``timi
 together against none, which is the report's headline. Rewrites that are faster by their whole interval but short of a
 threshold are timed once more together, against the same two thresholds.
 
+On a GPU rewrites that are too little by their own times are one candidate, and next to nothing is left out (``alone``).
+
 Where the power limit throttles the step, all of this is timed after rests (``timing.interleaving``). Both thresholds are
 shares of the step that the rewrite is put on, because clock drift moves a long step by more. Figures:
 ``docs/measurements/keep_rule.md``.
@@ -17,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusion_advisor.fuse.decide.alone import is_longer_in_vain, judged, not_worth_the_step
+from fusion_advisor.fuse.decide.alone import each_of, is_longer_in_vain, judged, not_worth_the_step, pooled, total_of
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner, open_steps
 from fusion_advisor.fuse.decide.step_runner import changes as changes_of
@@ -84,7 +86,8 @@ def decide(
     note: Callable[[str], None] = lambda _: None,
     step: Callable[[int, int, str], None] = lambda *_: None,
     alone: Mapping[str, interleaving.Difference] | None = None,
-    passes_alone: Callable[[], Mapping[str, interleaving.Difference]] = dict,
+    estimates: Callable[[], Mapping[str, interleaving.Difference]] = dict,
+    given: Sequence[str] = (),
 ) -> Decision:
     """Time all candidates and decide.
 
@@ -97,18 +100,26 @@ def decide(
             small gains take as long again, the confirmation a third.
         note: gets a sentence on how the step is timed.
         step: given the rounds made, the rounds expected and what is timed.
-        alone: what rewrites change by their chains' own times, in a step; asked where the step leaves a rewrite open.
-        passes_alone: times what graph passes change by themselves, in a step; asked on a CPU, where rewrites that can save
-            next to nothing are left out before the step is timed with each of them.
+        alone: what rewrites change by their chains' own times, in a step; asked where the step leaves a rewrite open, on a GPU
+            only if no CUDA graph can hold the step.
+        estimates: what rewrites change by themselves, in a step: asked before the step is timed, to leave out what can save next
+            to nothing, and on a GPU to put together what is too little by itself.
+        given: ids of graph passes that are in every step that is timed.
     """
-    runner = StepRunner(bench)
-    own = {} if bench.on_cuda else {**passes_alone(), **(alone or {})}
-    left_out = _left_out(runner, own, min_gain, budget_s)
-    candidates = _by_gain([candidate for candidate in candidates if candidate.id not in left_out], own)
+    runner = StepRunner(bench, given)
+    own = {**estimates(), **({} if bench.on_cuda else alone or {})}
+    step_ns = _step_ns(runner) if own else 0
+    left_out = _left_out(runner, own, step_ns, min_gain, budget_s)
+    candidates = [candidate for candidate in candidates if candidate.id not in left_out]
+    if runner.method == "cuda_graph":
+        candidates = pooled(candidates, own, step_ns=step_ns, min_gain=min_gain)
+        own = {**own, **{one.id: total_of(own, one) for one in candidates if one.parts}}
+    elif not bench.on_cuda:
+        candidates = _by_gain(candidates, own)
 
     def verdicts_by(times: Sequence[Sequence[int]]) -> dict[str, Verdict]:
         names, changes = [one.id for one in candidates], changes_of(times, min_gain, confidence)
-        return judged(names, changes, alone or {}, min_gain)
+        return judged(names, changes, {} if runner.method == "cuda_graph" else alone or {}, min_gain)
 
     times = _timed_prefixes(
         runner, candidates, min_gain=min_gain, confidence=confidence, budget_s=budget_s, note=note, step=step,
@@ -124,8 +135,9 @@ def decide(
     )  # fmt: skip
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     before, after = _together(runner, candidates, kept, times, budget_s=budget_s / 3)
+    each = {name: one for candidate in candidates for name, one in each_of(verdicts[candidate.id], candidate, own).items()}
     return Decision(
-        verdicts={**verdicts, **left_out}, noise_share=noise_share, before=before, after=after, method=runner.method,
+        verdicts={**each, **left_out}, noise_share=noise_share, before=before, after=after, method=runner.method,
         untouched_ns=round(untouched_ns),
     )  # fmt: skip
 
@@ -145,9 +157,12 @@ def _together(
 ) -> tuple[Timing, Timing]:
     """Time the step without any rewrite and with the kept ones; on a CPU the tournament has done so where these came first in it.
 
-    A step takes long there, and the fused model is timed against eager once more when it is in place.
+    A step takes long there, and the fused model is timed against eager once more when it is in place. On a GPU further rewrites
+    are tried on top, and what stays of all is timed at their end (:func:`confirmed`).
     """
-    if not runner.on_cuda and list(kept) == list(candidates[: len(kept)]):
+    if runner.on_cuda:
+        return as_timing(times[1], runner.method, rest=runner.rest(())), as_timing(times[-1], runner.method, rest=runner.rest(()))
+    if list(kept) == list(candidates[: len(kept)]):
         control, *stacked = (as_timing(side, runner.method, rest=runner.rest(())) for side in times)
         return stacked[0], stacked[len(kept)] if kept else control
     return _timed_twice(runner, runner.calls([(), kept]), rounds=100 if kept else _FEW_ROUNDS, budget_s=budget_s)
@@ -210,18 +225,25 @@ def _timed_twice(
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
 
 
-def _left_out(
-    runner: StepRunner, alone: Mapping[str, interleaving.Difference], min_gain: float, budget_s: float
-) -> dict[str, Verdict]:
-    """Return the verdicts on what is not worth timing in the step; parameters as for :func:`decide`."""
-    if not alone:
-        return {}
+def _step_ns(runner: StepRunner) -> int:
+    """Return about what the step takes: the lower of two runs, so that the least gain is not made larger by chance."""
     (times,) = interleaving.interleave(
         runner.calls([()]), rounds=2, least=2, budget_s=0.0, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
     )
-    turns = budget_s * 1e9 / max(min(times), 1)
+    return min(times)
+
+
+def _left_out(
+    runner: StepRunner, alone: Mapping[str, interleaving.Difference], step_ns: int, min_gain: float, budget_s: float
+) -> dict[str, Verdict]:
+    """Return the verdicts on what is not worth timing in the step; parameters as for :func:`decide`."""
+    if not alone or runner.method == "cuda_events":  # launched op by op, a step saves the host's time too
+        return {}
+    turns = budget_s * 1e9 / max(step_ns, 1)
     rounds = round(max(_LEAST_ROUNDS, min(_MOST_ROUNDS, turns / (len(alone) + 2))))
-    return not_worth_the_step(alone, step_ns=min(times), min_gain=min_gain, rounds=rounds)
+    if runner.on_cuda:
+        return not_worth_the_step(alone, step_ns=step_ns, min_gain=min_gain, rounds=rounds, round_noise=0.0)
+    return not_worth_the_step(alone, step_ns=step_ns, min_gain=min_gain, rounds=rounds)
 
 
 def _shown(
@@ -258,6 +280,8 @@ def _with_small_ones(
         return verdicts
     all_of_them = [candidate for candidate in candidates if candidate in kept or candidate in small]
     before, after = runner.plain(kept), runner.plain(all_of_them)
+    if runner.on_cuda:
+        budget_s /= 4  # a sum close to the least gain is settled by no look, and takes all of it
     joint, _ = _once_on_top(runner, before, after, "", min_gain=min_gain, confidence=confidence, budget_s=budget_s)
     names = [candidate.id for candidate in small]
     if len(small) == 1:  # the second run is of it alone, so that its figures are that rewrite's own

@@ -15,10 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fusion_advisor.capture.graph.split_bias import LAUNCHES_OF
+from fusion_advisor.fuse.decide.alone import savings_alone
 from fusion_advisor.fuse.decide.session import Bench, Variant
-from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.passes.registry import PASSES, row_of
 from fusion_advisor.fuse.rewrite.price import PassEffect
-from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch
+from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, Status
+from fusion_advisor.timing.interleaving import Difference
 
 
 def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[GraphRewrite], *, most_ns: int) -> int:
@@ -55,6 +57,44 @@ def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int) -> Fusion
         return fusion
     after_ns = fusion.chain_after.median_ns * chain.runs
     return replace(fusion, predicted_saving_ns=max(0, chain.device_ns + chain.launches * cost_ns - after_ns))
+
+
+def estimates(
+    fusions: Iterable[Fusion],
+    chains: Mapping[str, Chain],
+    passes: Sequence[str],
+    bench: Bench,
+    capture: Capture,
+    confidence: float,
+) -> dict[str, Difference]:
+    """Return about what rewrites change in a step, before any is timed in it; ``low_ns`` is the most that each may save.
+
+    A launch is counted with the cost of the smallest kernel's, the most that it has (:func:`launch_cost_ns`).
+
+    Args:
+        fusions: those that were timed alone are estimated.
+        chains: by id, that they stand for.
+        passes: ids of graph passes, in the order that they are stacked; what the trace does not show is left out.
+        bench: over the graphs as captured.
+        capture: whose ops the bench describes.
+        confidence: of the intervals of a kernel's own times.
+    """
+    cost_ns = capture.bandwidth.launch_ns
+    timed = [fusion for fusion in fusions if fusion.chain_id in chains and fusion.chain_after is not None]
+    alone = savings_alone(timed, {name: chain.runs for name, chain in chains.items()}, confidence)
+    found = {}
+    for fusion in price_fusions(timed, chains.values(), cost_ns):
+        saving_ns = fusion.predicted_saving_ns or 0
+        own = alone.get(fusion.id)
+        low_ns = min(-saving_ns, own.low_ns if own else 0)
+        found[fusion.id] = Difference(median_ns=-saving_ns, low_ns=low_ns, high_ns=-saving_ns)
+    rows = [replace(row_of(PASSES[name], status=Status.PLANNED, reason="", sites=1), step_delta_ns=0) for name in passes]
+    for row in price_passes(rows, bench, capture, cost_ns):
+        if row.predicted_saving_ns is not None:
+            found[row.id] = Difference(
+                median_ns=-row.predicted_saving_ns, low_ns=-row.predicted_saving_ns, high_ns=-row.predicted_saving_ns
+            )
+    return found
 
 
 def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int) -> tuple[GraphRewrite, ...]:

@@ -195,13 +195,30 @@ def judged(
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
-    original = step_of(kept.captured, (), ())
-    decision = confirmed(runner, kept.decision, original.run, after.run, budget_s=budget_s / 3 if options.is_timed else 0.0)
     fusions = [
         replace(fusion, rendered=changed.kernels[fusion.id]) if fusion.id in changed.kernels else fusion
         for fusion in kept.fusions
     ]
-    return replace(kept, bench=changed.bench, decision=decision, rewrites=rewrites, fusions=fusions, built=changed.built)
+    return replace(kept, bench=changed.bench, rewrites=rewrites, fusions=fusions, built=changed.built)
+
+
+def confirmed_once(kept: Kept, *, is_timed: bool, budget_s: float) -> Kept:
+    """Time the step with all that stays against the step without any rewrite, where no comparison before was of these two.
+
+    Args:
+        kept: all that stays.
+        is_timed: False: a few rounds for the report.
+        budget_s: seconds for the timing.
+    """
+    is_as_decided = kept.bench is kept.captured and not kept.linears
+    if is_as_decided and not (kept.bench.on_cuda and is_timed):
+        return kept
+    original = step_of(kept.captured, (), ())
+    step = step_of(kept.bench, kept.built, kept_passes(kept.rewrites), kept.linears)
+    runner = StepRunner(kept.bench)
+    decision = confirmed(runner, kept.decision, original.run, step.run, budget_s=budget_s if is_timed else 0.0)
+    runner.forget()
+    return replace(kept, decision=decision)
 
 
 def not_replaced(kept: Kept, rewrite: Rewrite, *, reason: str, sites: int) -> Kept:

@@ -36,6 +36,7 @@ def changed_bench(bench: Bench, changed: Sequence[ChangedRegion]) -> tuple[Bench
         runs=old.runs,
     )  # fmt: skip
     new = Bench(live, on_cuda=bench.on_cuda, timer=bench.timer)
+    new.rest = bench.rest
     moved: dict[int, int] = {}
     for one, before, after in zip(changed, bench.index_of, new.index_of, strict=True):
         moved.update(_moved(one.copies, before, after))

@@ -22,11 +22,24 @@ _CPU_NOISE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One rewrite in the order of trying: a graph pass or a fusion."""
+    """What is put on the step at once, in the order of trying: a graph pass, a fusion, or several of them.
+
+    Attributes:
+        id: of the rewrite, or of all of them.
+        graph_pass: id of a pass; empty where it is none.
+        fusion: a built one; None where it is none.
+        parts: rewrites that are timed together, each too little by itself.
+    """
 
     id: str
     graph_pass: str = ""
     fusion: BuiltFusion | None = None
+    parts: tuple[Candidate, ...] = ()
+
+    @property
+    def rewrites(self) -> tuple[Candidate, ...]:
+        """The single rewrites."""
+        return self.parts or (self,)
 
 
 class StepRunner:
@@ -35,16 +48,20 @@ class StepRunner:
     Attributes:
         timer: for steps that are timed from the host's side.
         method: ``cuda_graph``, ``cuda_events``, ``cpu_time`` or ``wall``: how the calls made so far must be timed.
+
+    Args:
+        bench: of the step.
+        given: ids of graph passes that every set has.
     """
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, given: Sequence[str] = ()) -> None:
         self._bench = bench
+        self._given = tuple(given)
         self.on_cuda = bench.on_cuda
         self.rewind = bench.live.written.rewind
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
         self.timer = bench.timer
         self.method = "cuda_graph" if bench.on_cuda else bench.timer.method
-        self._rest: float | None = None
         self._memsets = Memsets()
 
     def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
@@ -53,9 +70,9 @@ class StepRunner:
 
     def plain(self, chosen: Sequence[Candidate]) -> Callable[[], Any]:
         """Return the step with a set of rewrites, launched one by one."""
-        fusions = [candidate.fusion for candidate in chosen if candidate.fusion is not None]
-        passes = [candidate.graph_pass for candidate in chosen if candidate.graph_pass]
-        variant = self._bench.build(fusions, passes)
+        single = [one for candidate in chosen for one in candidate.rewrites]
+        fusions = [one.fusion for one in single if one.fusion is not None]
+        variant = self._bench.build(fusions, [*self._given, *(one.graph_pass for one in single if one.graph_pass)])
         return lambda: self._bench.run(variant)
 
     def recorded(self, plain: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
@@ -73,14 +90,14 @@ class StepRunner:
             return plain
 
     def rest(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Return how long the device rests between timed runs; the calls are looked at once, the first time that this is asked.
+        """Return how long the device rests between timed runs; calls of a bench are looked at once, the first time it is asked.
 
         Args:
             calls: made by this runner; one that the power limit holds down is enough.
         """
-        if self._rest is None:
-            self._rest = interleaving.REST if is_held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
-        return self._rest
+        if self._bench.rest is None:
+            self._bench.rest = interleaving.REST if is_held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
+        return self._bench.rest
 
     def is_settled(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
         """Return whether the step differs so little from itself that no further time is worth it."""

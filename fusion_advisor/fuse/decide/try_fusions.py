@@ -9,19 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.fx import GraphModule
 
 from fusion_advisor import units
 from fusion_advisor.autotune.tune import MUST_GAIN
 from fusion_advisor.codegen.common.descriptor import Backend
 from fusion_advisor.codegen.registry import backends_for
+from fusion_advisor.fuse.cuda_graph.capturable import host_work
 from fusion_advisor.fuse.decide.alone import savings_alone
 from fusion_advisor.fuse.decide.exact import inexact_passes
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision, keep_all
+from fusion_advisor.fuse.decide.predict import estimates
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Step, Variant, step_of
 from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
 from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.fuse.passes.constant_folding import FOLD_CONSTANTS
 from fusion_advisor.fuse.passes.registry import PASSES, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import Plan, PlannedFusion
@@ -29,7 +33,7 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.ir.program import Program
-from fusion_advisor.records import Fusion, GraphRewrite, Status
+from fusion_advisor.records import Capture, Fusion, GraphRewrite, Status
 from fusion_advisor.timing.host_timer import CPU_TIME
 from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.workload.device import fault_of
@@ -174,6 +178,7 @@ def choose(
     *,
     budget_s: float,
     instruments: Instruments = MEASURED,
+    capture: Capture | None = None,
 ) -> tuple[Decision, tuple[GraphRewrite, ...], list[Fusion], list[BuiltFusion]]:
     """Time graph passes and fusions in the step and keep what pays.
 
@@ -185,6 +190,7 @@ def choose(
         progress: gets a line on how the step is timed.
         budget_s: seconds for the timing.
         instruments: time the step and decide.
+        capture: of the step; with it a GPU's step is timed with what may pay alone.
 
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
@@ -198,20 +204,25 @@ def choose(
     refused = layout_refusals(bench, candidates)
     tried = [name for name in tried if name not in refused]
     candidates = [candidate for candidate in candidates if candidate.id not in refused]
+    chains = {item.planned.chain.id: item.planned.chain for item in built}
     timed_passes: dict[str, Difference] = {}
 
-    def passes_alone() -> dict[str, Difference]:
+    def estimated() -> dict[str, Difference]:
+        if bench.on_cuda:
+            return {} if capture is None else estimates(fusions, chains, tried, bench, capture, options.confidence)
         found = {name: instruments.change_alone(*_with_and_without(bench, tried, name), options.confidence) for name in tried}
         timed_passes.update({name: change for name, change in found.items() if change is not None})
         return timed_passes
 
     if options.is_timed:
-        chains = {item.planned.chain.id: item.planned.chain.runs for item in built}
-        timed = [fusion for fusion in fusions if fusion.chain_id in chains and bench.timer.method == CPU_TIME]
+        timed = [one for one in fusions if one.chain_id in chains and (bench.on_cuda or bench.timer.method == CPU_TIME)]
+        given = first_of_all(bench, tried) if options.graph and bench.on_cuda else ()
         decision = instruments.decide(
-            bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note,
-            step=progress.step, alone=savings_alone(timed, chains, options.confidence), passes_alone=passes_alone,
+            bench, [one for one in candidates if one.id not in given], min_gain=options.min_gain, confidence=options.confidence,
+            budget_s=budget_s, note=progress.note, step=progress.step, estimates=estimated, given=given,
+            alone=savings_alone(timed, {name: chain.runs for name, chain in chains.items()}, options.confidence),
         )  # fmt: skip
+        refused = {**refused, **{name: _given(name) for name in given}}
         _tell(candidates, decision, fusions, progress)
     else:
         decision = keep_all(bench, candidates)
@@ -224,6 +235,27 @@ def choose(
     judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
+
+
+def first_of_all(
+    bench: Bench, passes: Sequence[str], host_work: Callable[[GraphModule], str | None] = host_work
+) -> tuple[str, ...]:
+    """Return the pass without which no CUDA graph can hold the step: the host makes constants in it, and copies them over.
+
+    Args:
+        bench: over the graphs as captured.
+        passes: that may stay.
+        host_work: says what the host does in a region.
+    """
+    name = FOLD_CONSTANTS.id
+    if name not in passes or not any(map(host_work, bench.build((), ()).modules)):
+        return ()
+    return () if any(map(host_work, bench.build((), [name]).modules)) else (name,)
+
+
+def _given(name: str) -> Verdict:
+    reason = "it lets a CUDA graph hold the step, and is in every step that was timed"
+    return Verdict(id=name, status=Status.KEPT, reason=reason, delta_ns=0, interval_ns=(0, 0), is_timed=False)
 
 
 def _passes_with_sites(bench: Bench, options: ApplyOptions) -> tuple[Variant, list[str], list[str]]:
@@ -244,8 +276,8 @@ def _tell(candidates: Sequence[Candidate], decision: Decision, fusions: Sequence
     """Show each kept gain as soon as it is known."""
     kernels = {fusion.id: fusion.kernel for fusion in fusions}
     for candidate in candidates:
-        verdict = decision.verdicts[candidate.id]
-        if verdict.status is Status.KEPT:
+        verdict = decision.verdicts.get(candidate.id)  # none for what is in every step that was timed
+        if verdict is not None and verdict.status is Status.KEPT:
             name = f"{candidate.id} {kernels.get(candidate.id, '')}".rstrip()
             progress.found(f"{name}: {units.delta(verdict.delta_ns)} {units.delta_interval(*verdict.interval_ns)} per step")
 

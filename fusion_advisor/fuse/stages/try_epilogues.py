@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.keep_rule import confirmed
 from fusion_advisor.fuse.decide.rebind import ON_TOP, Kept, not_replaced
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.step_runner import StepRunner
@@ -121,14 +120,9 @@ def _timed(
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
-    original = step_of(kept.captured, (), ())
-    decision = confirmed(
-        runner, kept.decision, original.run, with_epilogues.run, budget_s=budget_s / 3 if options.is_timed else 0.0
-    )
-    runner.forget()
     titles = {rewrite.id: f"{rewrite.id} ({rewrite.title})"}
     fusions = [without_taken(fusion, kept.built, [linear], titles) for fusion in kept.fusions]
-    return replace(kept, decision=decision, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))
+    return replace(kept, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))
 
 
 def find_places(

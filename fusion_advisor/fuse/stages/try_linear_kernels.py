@@ -18,7 +18,6 @@ from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.gemm.problem import MOST_ROWS, GemvProblem
 from fusion_advisor.codegen.gemm.registry import FEW_ROWS_ONLY
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.keep_rule import confirmed
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.step_runner import StepRunner
@@ -97,7 +96,7 @@ def place_gemvs(
         progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")
         rows.append(row)
     bench.values.clear()  # activations of every layer
-    return _with_kernels(kept, rows, chosen, runner, budget_s=budget_s / 3 if options.is_timed else 0.0)
+    return _with_kernels(kept, rows, chosen)
 
 
 def _timed(
@@ -122,19 +121,11 @@ def _timed(
     return _judged(row, verdict, instruments.saving_alone_ns(runner, before, after) if options.is_timed else None)
 
 
-def _with_kernels(
-    kept: Kept, rows: Sequence[Fusion], chosen: Sequence[BuiltLinear], runner: StepRunner, *, budget_s: float
-) -> Kept:
-    """Return what stays with these rows and kernels; the whole step is confirmed where there is a new kernel in it."""
-    if not chosen:
-        return replace(kept, fusions=[*kept.fusions, *rows])
-    original = step_of(kept.captured, (), ())
-    step = step_of(kept.bench, kept.built, kept_passes(kept.rewrites), [*kept.linears, *chosen])
-    decision = confirmed(runner, kept.decision, original.run, step.run, budget_s=budget_s)
-    runner.forget()
+def _with_kernels(kept: Kept, rows: Sequence[Fusion], chosen: Sequence[BuiltLinear]) -> Kept:
+    """Return what stays with these rows and kernels."""
     titles = {row.id: f"{row.id} {row.kernel}" for row in rows}
     fusions = [without_taken(fusion, kept.built, chosen, titles) for fusion in kept.fusions]
-    return replace(kept, decision=decision, fusions=[*fusions, *rows], linears=(*kept.linears, *chosen))
+    return replace(kept, fusions=[*fusions, *rows], linears=(*kept.linears, *chosen))
 
 
 def _refused(bench: Bench, kinds: Sequence[Kind], instruments: Instruments) -> tuple[list[str | None], list[Place]]:

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_advisor.fuse.decide.alone import is_longer_in_vain, judged_alone, not_worth_the_step, savings_alone
+from fusion_advisor.fuse.decide.alone import (
+    each_of,
+    is_longer_in_vain,
+    judged_alone,
+    not_worth_the_step,
+    pooled,
+    savings_alone,
+    total_of,
+)
+from fusion_advisor.fuse.decide.step_runner import Candidate
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Status
 from fusion_advisor.timing.interleaving import Difference
@@ -122,7 +131,7 @@ def test_passes_are_timed_by_themselves_once(clock):  # noqa: F811
         asked.append(1)
         return {"idle": span(0, 0)}
 
-    found = decided(clock, {"idle": 0, "gelu": -20_000}, noise=0.001, passes_alone=passes_alone).verdicts
+    found = decided(clock, {"idle": 0, "gelu": -20_000}, noise=0.001, estimates=passes_alone).verdicts
     assert asked == [1]
     assert found["idle"].status is Status.TOO_LITTLE
     assert found["gelu"].status is Status.KEPT
@@ -150,3 +159,44 @@ def test_a_loud_step_is_timed_for_longer_only_where_that_may_tell_something():
         return len(shown)
 
     assert turns(span(-900_000, 900)) > 1.5 * turns(span(-900, 900))
+
+
+def rewrites(*names):
+    return [Candidate(id=name) for name in names]
+
+
+def test_what_is_too_little_by_its_own_times_is_put_on_the_step_together_and_last():
+    alone = {"F1": span(-90_000, -90_000), "F2": span(-3_000, -2_500), "F3": span(-2_000, -1_500), "F4": span(-4_600, -4_600)}
+    found = pooled(rewrites("unknown", "F2", "F1", "F3", "F4"), alone, step_ns=1_000_000, min_gain=0.005)
+    assert [one.id for one in found] == ["unknown", "F1", "F4", "F2, F3"]  # 0.5 % of the 900 µs that are left is 4.5 µs
+    assert [one.id for one in found[-1].rewrites] == ["F2", "F3"]
+    assert total_of(alone, found[-1]) == span(-5_000, -4_000)
+    assert found[0].rewrites == (found[0],)
+
+
+def test_one_that_is_too_little_is_timed_by_itself():
+    candidates = rewrites("F1", "F2")
+    assert pooled(candidates, {"F2": span(-10, -9)}, step_ns=1_000_000, min_gain=0.005) == candidates
+    assert pooled(candidates, {}, step_ns=1_000_000, min_gain=0.005) == candidates
+
+
+@pytest.mark.parametrize(
+    ("status", "of_each"),
+    [(Status.KEPT, Status.KEPT), (Status.TOO_LITTLE, Status.TOO_LITTLE), (Status.SLOWER, Status.WITHIN_NOISE)],
+)
+def test_each_of_several_has_their_verdict_and_its_share_of_what_they_save(status, of_each):
+    alone = {"F2": span(-3_000, -3_000), "F3": span(-1_000, -1_000)}
+    together = Candidate(id="F2, F3", parts=tuple(rewrites("F2", "F3")))
+    joint = replace(verdict(status), id=together.id, delta_ns=-8_000, interval_ns=(-9_000, -7_000))
+    found = each_of(joint, together, alone)
+    assert {name: one.status for name, one in found.items()} == {"F2": of_each, "F3": of_each}
+    assert (found["F2"].delta_ns, found["F2"].interval_ns) == (-6_000, (-6_750, -5_250))
+    assert found["F3"].delta_ns == -2_000
+    assert found["F2"].reason.startswith("by its own times −3.00 µs per step, too little by itself; together with F3: ")
+    assert each_of(joint, Candidate(id="F9"), {}) == {"F9": joint}
+
+
+def test_on_a_gpu_only_what_saves_next_to_nothing_is_left_out():
+    own = {"F1": span(-900, -900), "F2": span(-2_000, -2_000)}
+    found = not_worth_the_step(own, step_ns=1_000_000, min_gain=0.005, rounds=6, round_noise=0.0)
+    assert list(found) == ["F1"]  # twice 900 ns are within half of 5 µs, twice 2 µs are not

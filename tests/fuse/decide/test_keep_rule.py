@@ -23,6 +23,7 @@ class Machine:
     """A bench whose step takes what its rewrites leave, with noise, a drift, and outliers."""
 
     on_cuda = False
+    rest = None
 
     def __init__(self, clock, effects, *, noise=0.01, seed=0):
         self.clock, self.effects, self.noise = clock, effects, noise

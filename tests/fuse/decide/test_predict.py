@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes, removed_ops
+from fusion_advisor.fuse.decide.predict import estimates, launch_cost_ns, price_fusions, price_passes, removed_ops
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.records import GraphRewrite, Launch, OpClass, Status
@@ -207,3 +207,17 @@ def test_a_mask_that_calls_share_is_expected_to_be_made_once():
     math = tuple(launch(index, 7_000, "attention") for index in calls)  # all of it in kernels of attention's own
     (priced,) = price_passes([row], bench, replace(capture, launches=math, eager_launches=()), 500)
     assert priced.predicted_saving_ns == 0
+
+
+def test_estimates_take_the_larger_of_the_trace_and_the_kernels_own_times():
+    report = applied()
+    capture, live = profile_live(Masked(), (torch.randn(1, 2, 8, 16),))
+    bench = Bench(live, on_cuda=False)
+    row = replace(chain(2, ("mul",), 10, 100_000, 0.1), launches=20)
+    fusion = replace(report.fusions[0], chain_id="C2", chain_before=timing(9_000), chain_after=timing(1_000))
+    found = estimates([fusion], {"C2": row}, ["drop-masks"], bench, capture, 0.95)
+    cost_ns = capture.bandwidth.launch_ns
+    assert found[fusion.id].median_ns == -(100_000 + 20 * cost_ns - 10 * 1_000)
+    assert found[fusion.id].low_ns == min(found[fusion.id].median_ns, -80_000)
+    assert set(found) == {fusion.id, "drop-masks"}
+    assert estimates([fusion], {}, [], bench, capture, 0.95) == {}

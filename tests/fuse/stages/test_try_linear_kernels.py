@@ -22,7 +22,7 @@ from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candida
 from fusion_advisor.errors import CannotCapture, PlanMismatch
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision
-from fusion_advisor.fuse.decide.rebind import Kept
+from fusion_advisor.fuse.decide.rebind import Kept, confirmed_once
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.verdict import Verdict
@@ -219,13 +219,21 @@ def test_what_pays_is_placed_and_one_that_does_not_is_out():
         assert row.receipt.launches_before > row.receipt.sites_found
         assert "on top of all that was kept" in row.reason
         assert row.predicted_saving_ns == 70 and baseline_rows.predicted(row) == units.delta(-70)
-    assert kept.decision.method == "cpu_time" and kept.decision.after != kept.decision.before
 
 
-def test_the_step_before_is_the_one_as_captured_not_the_merged_one():
+def test_what_stays_is_timed_once_against_the_step_as_captured():
     run = []
-    place(captured=SimpleNamespace(build=lambda *_: "untouched", run=run.append))
+    kept = place(captured=SimpleNamespace(build=lambda *_: "untouched", run=run.append))
+    assert not run and kept.decision.before is kept.decision.after
+    confirmed = confirmed_once(kept, is_timed=True, budget_s=0.01).decision
     assert run and set(run) == {"untouched"}
+    assert confirmed.method == "cpu_time" and confirmed.after != confirmed.before
+
+
+def test_a_step_that_nothing_was_put_on_is_not_timed_again():
+    kept = place(lambda _: Status.WITHIN_NOISE)
+    bench = kept.bench
+    assert confirmed_once(replace(kept, captured=bench), is_timed=True, budget_s=0.01).decision is kept.decision
 
 
 def test_nothing_changes_where_nothing_pays():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fusion_advisor.errors import MachineTooBusy
-from fusion_advisor.fuse.decide.too_busy import with_noise_judged
+from fusion_advisor.fuse.too_busy import with_noise_judged
 from fusion_advisor.records import MachineLoad, Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report import shared_rows
