@@ -33,7 +33,7 @@ from fusion_advisor.records import EAGER, OURS, Capture, ModelCheck, Report, Sta
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.load import LoadedWorkload
 
-_GRAPH_S = 10.0
+_GRAPH_S, _QUICK_GRAPH_S = 10.0, 1.0
 """On that with and without a CUDA graph. In 3 s of steps of 60 ms, eight rounds, a step that the host launches op by op differed
 from itself by 11 % (H200); steps of up to some milliseconds have all their rounds sooner."""
 MOST_SHAPES = 8
@@ -132,7 +132,7 @@ def _installed(job: Job, kept: KeptStep) -> Installed:
         report,
         rewrites=tuple(with_kernels(row, variant) for row in report.rewrites),
         status="applied",
-        noise_share=decision.noise_share if options.is_timed else None,
+        noise_share=decision.noise_share if options.is_timed and options.effort != "quick" else None,
         step_before=decision.before,
         step_after=decision.after,
         frozen=frozen_values(bench.live.regions, variant.modules),
@@ -166,7 +166,8 @@ def _with_graph(installed: Installed) -> Installed:
         with job.clock.phase("CUDA graph"):
             row = job.last.choose_graph(
                 fused, installed.fused_call, installed.fused_call if installed.has_rewrites else job.eager_call,
-                min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=_GRAPH_S,
+                min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs,
+                budget_s=_QUICK_GRAPH_S if options.effort == "quick" else _GRAPH_S,
                 least_s=options.min_time_s, wait=bench.wait, on_cuda=bench.on_cuda, rewind=bench.live.written.rewind,
                 device_ns=decision.after.median_ns if decision.method == "cuda_graph" else None, is_timed=options.is_timed,
             )  # fmt: skip
@@ -241,6 +242,7 @@ def concluded(installed: Installed, measured: Measured) -> AppliedRun:
         after=after,
         baselines=without_doubles(measured.baselines),
         warm_up=measured.warm_up,
+        answer_s=measured.answer_s,
         fusions=tuple(with_receipt(fusion, installed.variant, measured.after_step, runs) for fusion in report.fusions),
         model_check=measured.check,
         durations_s=tuple(job.clock.durations_s),

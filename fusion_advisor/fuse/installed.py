@@ -115,3 +115,5 @@ class Measured:
     baselines: tuple[Baseline, ...]
     warm_up: WarmUp | None
     warnings: tuple[str, ...]
+    answer_s: float | None
+    """Until ours was timed against eager."""

@@ -40,12 +40,19 @@ def method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tup
             f"The times are of a few runs and decide nothing: {how}.",
             f"{len(bench.live.regions)} captured graph(s), run {len(bench.live.in_order())} time(s) in a step.",
         )
+    if options.effort == "quick":
+        return (
+            "Rewrites were chosen by their own times (--quick), and the step was timed for a moment, with all of them against "
+            f"none: {how}. "
+            "No A/A shows how far the step differs from itself: a gain of a few percent may be none.",
+            f"{len(bench.live.regions)} captured graph(s), run {len(bench.live.in_order())} time(s) in a step.",
+        )
     return (
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
         *([at_limit] if rest else []),
         f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
         f"that it is put on, and more than the A/A noise ({decision.noise_share:.2%} of it). Several that are faster for "
-        "certain, but each too little, are timed once more, as one, by the same rule.",
+        "certain, but each too little, are timed as one, by the same rule.",
         f"{len(bench.live.regions)} captured graph(s), run {len(bench.live.in_order())} time(s) in a step.",
         *([] if bench.live.is_whole() else [in_parts]),
     )

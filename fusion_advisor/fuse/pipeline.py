@@ -94,6 +94,7 @@ def apply_workload(
         KernelFaulted: a kernel faulted on a GPU; ``on_report`` has a report that names it by then.
     """
     _refuse_unready(loaded)
+    instruments = instruments.with_effort(options.effort)
     progress = progress or Progress()
     clock = PhaseClock(progress)
     memory = memory_of(loaded, options)
@@ -143,7 +144,7 @@ def _apply(
         if options.dry_run:
             return _dry_run(loaded, capture, bench, replace(report, fusions=tuple(fusions)), clock)
         with clock.phase("keep what pays"):
-            budget_s = options.budgets.decide_on(capture.environment.device_kind)
+            budget_s = options.decide_s(capture.environment.device_kind)
             decision, rewrites, fusions, built = choose(
                 bench, fusions, built, options, progress, budget_s=budget_s, instruments=instruments, capture=capture
             )
@@ -176,7 +177,10 @@ def _first_report(capture: Capture, live: LiveCapture, plan: Plan, options: Appl
     """Return the report of an apply that has tried nothing yet: what an interrupted run leaves."""
     findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
     report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
-    return replace(report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep, is_exact=options.exact)
+    return replace(
+        report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep, effort=options.effort,
+        is_exact=options.exact,
+    )  # fmt: skip
 
 
 def _with_decision(report: Report, kept: Kept, plan: Plan, bench: Bench, capture: Capture, *, is_timed: bool) -> Report:

@@ -39,6 +39,8 @@ class Report:
     """Values frozen under ``--freeze``; empty: the fused model follows every write to a weight or a buffer."""
     keep: str = "paying"
     """``verified``: what stays has passed its checks and was not chosen by time."""
+    effort: str = "usual"
+    """``quick``: rewrites were chosen by their own times, without A/A; ``thorough``: each was timed in the step by itself."""
     is_exact: bool = False
     """Set by ``--exact``."""
     noise_share: float | None = None
@@ -75,6 +77,9 @@ class Report:
     """Run whose chains, traced steps and verdicts this report repeats; empty: all of it was measured in this run."""
     durations_s: tuple[tuple[str, float], ...] = ()
     """Seconds per phase of the run."""
+    answer_s: float | None = None
+    """Seconds from the loaded model until ours was timed against eager: other ways to run the step come after. None where
+    nothing of ours was."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     """How it was measured, in sentences."""

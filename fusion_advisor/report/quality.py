@@ -51,6 +51,9 @@ def _measured(report: Report) -> list[tuple[bool, str]]:
     rows += clocks.rows(report)
     if doubt := unsteady(report):
         rows.append((True, doubt))
+    if report.effort == "quick":
+        quick = "`--quick` chose rewrites by their own times, and no A/A shows how far the step differs from itself"
+        rows.append((False, f"{quick}: a run without it proves each gain."))
     if report.noise_share is not None:
         noise = f"Noise: the same step timed twice differs by {units.share(report.noise_share)}"
         rows.append((report.noise_share > 0.02, f"{noise}. Smaller gains count as none."))

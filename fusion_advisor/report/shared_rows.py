@@ -120,6 +120,8 @@ def caveats(report: Report) -> tuple[str, ...]:
         lines.append(f"The limit on errors is the user's, not eager's own error: {report.tolerance}.")
     if report.frozen:
         lines.append(_contract(report.frozen))
+    if report.effort == "quick":
+        lines.append("Chosen by the rewrites' own times (--quick): no A/A shows how far the step differs from itself.")
     if report.keep == "verified":
         lines.append("What stays was not chosen by time (--keep verified): a rewrite may make the step slower.")
     if report.is_exact:

@@ -51,6 +51,7 @@ def test_a_row_is_read_from_a_report(tmp_path):
         "baselines": [way("eager", 4_000_000), way("torch.compile default", 2_000_000), {"name": "Liger", "step": None},
                       way("ours", 1_500_000), way("ours + torch.compile", 1_000_000)],
         "answers": [{"code": "FA401"}, {"kernel": "gelu"}, {"code": "FA401"}],
+        "answer_s": 7.5,
         "durations_s": [["bandwidth", 1.0], ["profile", 3.0], ["fusions", 4.5], ["baselines", 60.0]],
     }  # fmt: skip
     (tmp_path / "report.json").write_text(json.dumps(report))

@@ -124,10 +124,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         length=3000,
         part="encoder",
         fields={
-            "d_model": 1024, "encoder_ffn_dim": 4096, "encoder_attention_heads": 16,
-            "decoder_layers": 2, "decoder_attention_heads": 16,
+            "d_model": 1024,
+            "encoder_ffn_dim": 4096,
+            "encoder_attention_heads": 16,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 16,
         },
-    ),  # fmt: skip
+    ),
     "wav2vec2": Architecture(
         kind="wav2vec2",
         family="speech",

@@ -67,6 +67,7 @@ def apply(
     max_autotune: options.MaxAutotuneOpt = False,
     freeze: options.FreezeOpt = False,
     fresh: options.FreshOpt = False,
+    is_quick: options.EffortOpt = None,
     fail_on: options.FailOnOpt = None,
     absolute: options.AbsoluteOpt = False,
     output: options.OutputOpt = None,
@@ -116,10 +117,11 @@ def apply(
         baseline=baseline.value,
         max_autotune=max_autotune,
         freeze=freeze,
+        effort="usual" if is_quick is None else "quick" if is_quick else "thorough",
         remembers=not fresh,
     )
     shown = runner.output_of(output, formats, embed_trace=embed_trace, as_json=as_json, force=force, is_opened=open_html)
-    asked = options.workload_fields(
+    asked = core.workload_fields(
         revision=revision,
         dtype=dtype,
         device=device,

@@ -92,7 +92,7 @@ def profile(
         nvtx=nvtx,
     )
     target = runner.output_of(output, formats, embed_trace=embed_trace, as_json=as_json, force=force, is_opened=open_html)
-    asked = options.workload_fields(
+    asked = core.workload_fields(
         revision=revision,
         dtype=dtype,
         device=device,

@@ -5,6 +5,7 @@ So ``--help``, ``report`` and ``explain`` answer at once on a machine without a 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -58,6 +59,12 @@ class AppliedRun(Protocol):
 def make_request(**fields: object) -> Any:
     """Return a workload request; fields left out keep the request's own defaults."""
     return import_module("fusion_advisor.workload.request").WorkloadRequest(**fields)
+
+
+def workload_fields(**values: object) -> dict[str, object]:
+    """Return the workload options that were given, enumerations as their values."""
+    given = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
+    return {name: value for name, value in given.items() if value is not None and value is not False}
 
 
 def request_defaults() -> dict[str, object]:

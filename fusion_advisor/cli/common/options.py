@@ -270,6 +270,11 @@ FreshOpt = Annotated[
     bool, typer.Option("--fresh", help="Time every rewrite again, also where its verdict is remembered.", rich_help_panel=_KEEP)
 ]
 
+EffortOpt = Annotated[
+    bool | None,
+    typer.Option("--quick/--thorough", help="Choose by rewrites' own times; or time each for longer.", rich_help_panel=_KEEP),
+]
+
 FailOnOpt = Annotated[
     list[str] | None,
     typer.Option(
@@ -389,9 +394,3 @@ def apply_output(
     settings.verbosity, settings.is_quiet = verbose, quiet
     settings.color, settings.progress = color.value, progress.value
     return settings
-
-
-def workload_fields(**values: object) -> dict[str, object]:
-    """Return the workload options that were given, enumerations as their values."""
-    given = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
-    return {name: value for name, value in given.items() if value is not None and value is not False}

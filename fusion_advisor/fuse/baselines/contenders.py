@@ -60,7 +60,6 @@ class Contender:
         name: as in the table.
         make: makes the call ready; with the call's first run it is what is timed as the first call.
         step: its kernels, where they are known; traced otherwise.
-        first_call_s: where it was measured before.
         held_bytes: what it holds between calls beyond what making it ready here takes.
         is_compiled: whether compilers' caches are emptied for it.
         is_required: whether the run ends if it cannot be run.
@@ -71,7 +70,6 @@ class Contender:
     name: str
     make: Callable[[], Call]
     step: StepProfile | None = None
-    first_call_s: float | None = None
     held_bytes: int = 0
     is_compiled: bool = False
     is_required: bool = False
@@ -328,12 +326,11 @@ def _made_ready(contender: Contender, how: _How) -> _Ready:
         trace = profiler.record(call, steps=how.traced_steps, on_cuda=on_cuda, before=rewind)
         launches = median_step(trace, on_cuda=on_cuda).launches
         step = step_profile.step_profile(contender.name, step_profile.classed_by_name(launches))
-    first_s = taken_s if contender.first_call_s is None else contender.first_call_s
     return _Ready(
         contender=contender,
         call=call,
         step=replace(step, peak_memory_bytes=peak if on_cuda else 0),
-        first_call_s=round(first_s, 3),
+        first_call_s=round(taken_s, 3),
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fusion_advisor.fuse.decide.graph_diff_cost import change_alone, saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import Decision, decide, on_top
+from fusion_advisor.fuse.decide.quick import decide_quickly, on_top_quickly
 from fusion_advisor.fuse.decide.step_profile import rested_walls, walls
 from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.fuse.plan.options import Effort
 from fusion_advisor.records import Timing
 from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.interleaving import Difference, compare_alone
@@ -42,6 +44,18 @@ class Instruments:
     walls: Callable[..., list[Timing]] = walls
     rested_walls: Callable[..., list[Timing]] = rested_walls
     memory_bytes: Callable[[torch.device], tuple[int, int]] = memory_bytes
+
+    def with_effort(self, effort: Effort) -> Instruments:
+        """Return the same with the keep rule of an effort; a rule that is not our own stays.
+
+        Args:
+            effort: of the run.
+        """
+        if effort != "quick":
+            return self
+        own = self.decide is decide, self.on_top is on_top
+        chosen = decide_quickly if own[0] else self.decide
+        return replace(self, decide=chosen, on_top=on_top_quickly if own[1] else self.on_top)
 
 
 MEASURED = Instruments()

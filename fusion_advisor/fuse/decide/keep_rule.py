@@ -108,14 +108,8 @@ def decide(
     """
     runner = StepRunner(bench, given)
     own = {**estimates(), **({} if bench.on_cuda else alone or {})}
-    step_ns = _step_ns(runner) if own else 0
-    left_out = _left_out(runner, own, step_ns, min_gain, budget_s)
-    candidates = [candidate for candidate in candidates if candidate.id not in left_out]
-    if runner.method == "cuda_graph":
-        candidates = pooled(candidates, own, step_ns=step_ns, min_gain=min_gain)
-        own = {**own, **{one.id: total_of(own, one) for one in candidates if one.parts}}
-    elif not bench.on_cuda:
-        candidates = _by_gain(candidates, own)
+    candidates, left_out = _arranged(runner, candidates, own, min_gain, budget_s)
+    own = {**own, **{one.id: total_of(own, one) for one in candidates if one.parts}}
 
     def verdicts_by(times: Sequence[Sequence[int]]) -> dict[str, Verdict]:
         names, changes = [one.id for one in candidates], changes_of(times, min_gain, confidence)
@@ -223,6 +217,27 @@ def _timed_twice(
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
+
+
+def _arranged(
+    runner: StepRunner,
+    candidates: Sequence[Candidate],
+    own: Mapping[str, interleaving.Difference],
+    min_gain: float,
+    budget_s: float,
+) -> tuple[list[Candidate], dict[str, Verdict]]:
+    """Return what the step is timed with, in order, and the verdicts on what it is not; parameters as for :func:`decide`.
+
+    ``own`` says what rewrites change by their own times, in a step.
+    """
+    step_ns = _step_ns(runner) if own else 0
+    left_out = _left_out(runner, own, step_ns, min_gain, budget_s)
+    worth = [candidate for candidate in candidates if candidate.id not in left_out]
+    if not runner.on_cuda:
+        return _by_gain(worth, own), left_out
+    # Launched op by op, a step saves the host's time too, of which own times know nothing.
+    is_replayed = runner.method == "cuda_graph"
+    return pooled(worth, own, step_ns=step_ns, min_gain=min_gain) if is_replayed else worth, left_out
 
 
 def _step_ns(runner: StepRunner) -> int:

@@ -204,25 +204,12 @@ def choose(
     refused = layout_refusals(bench, candidates)
     tried = [name for name in tried if name not in refused]
     candidates = [candidate for candidate in candidates if candidate.id not in refused]
-    chains = {item.planned.chain.id: item.planned.chain for item in built}
     timed_passes: dict[str, Difference] = {}
-
-    def estimated() -> dict[str, Difference]:
-        if bench.on_cuda:
-            return {} if capture is None else estimates(fusions, chains, tried, bench, capture, options.confidence)
-        found = {name: instruments.change_alone(*_with_and_without(bench, tried, name), options.confidence) for name in tried}
-        timed_passes.update({name: change for name, change in found.items() if change is not None})
-        return timed_passes
-
     if options.is_timed:
-        timed = [one for one in fusions if one.chain_id in chains and (bench.on_cuda or bench.timer.method == CPU_TIME)]
-        given = first_of_all(bench, tried) if options.graph and bench.on_cuda else ()
-        decision = instruments.decide(
-            bench, [one for one in candidates if one.id not in given], min_gain=options.min_gain, confidence=options.confidence,
-            budget_s=budget_s, note=progress.note, step=progress.step, estimates=estimated, given=given,
-            alone=savings_alone(timed, {name: chain.runs for name, chain in chains.items()}, options.confidence),
+        decision = _timed(
+            bench, candidates, fusions, built, options, progress, budget_s=budget_s, instruments=instruments, capture=capture,
+            timed_passes=timed_passes,
         )  # fmt: skip
-        refused = {**refused, **{name: _given(name) for name in given}}
         _tell(candidates, decision, fusions, progress)
     else:
         decision = keep_all(bench, candidates)
@@ -235,6 +222,44 @@ def choose(
     judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
+
+
+def _timed(
+    bench: Bench,
+    candidates: Sequence[Candidate],
+    fusions: Sequence[Fusion],
+    built: Sequence[BuiltFusion],
+    options: ApplyOptions,
+    progress: Progress,
+    *,
+    budget_s: float,
+    instruments: Instruments,
+    capture: Capture | None,
+    timed_passes: dict[str, Difference],
+) -> Decision:
+    """Decide by the step's times; ``timed_passes`` gets what was timed of passes by themselves, others as for :func:`choose`."""
+    passes = [one.graph_pass for one in candidates if one.graph_pass]
+    chains = {item.planned.chain.id: item.planned.chain for item in built}
+    alone: dict[str, Difference] = {}
+    if options.effort != "thorough" and (bench.on_cuda or bench.timer.method == CPU_TIME):
+        timed = [fusion for fusion in fusions if fusion.chain_id in chains]
+        alone = savings_alone(timed, {name: chain.runs for name, chain in chains.items()}, options.confidence)
+
+    def estimated() -> dict[str, Difference]:
+        if options.effort == "thorough":
+            return {}
+        if bench.on_cuda:
+            return {} if capture is None else estimates(fusions, chains, passes, bench, capture, options.confidence)
+        found = {name: instruments.change_alone(*_with_and_without(bench, passes, name), options.confidence) for name in passes}
+        timed_passes.update({name: change for name, change in found.items() if change is not None})
+        return timed_passes
+
+    given = first_of_all(bench, passes) if options.graph and bench.on_cuda else ()
+    decision = instruments.decide(
+        bench, [one for one in candidates if one.id not in given], min_gain=options.min_gain, confidence=options.confidence,
+        budget_s=budget_s, note=progress.note, step=progress.step, alone=alone, estimates=estimated, given=given,
+    )  # fmt: skip
+    return replace(decision, verdicts={**decision.verdicts, **{name: _given(name) for name in given}})
 
 
 def first_of_all(

@@ -17,6 +17,7 @@ BASELINES = ("eager", "compile", "both")
 """What the headline may compare with."""
 KEEP = ("paying", "verified")
 """What may stay: what measurably pays, or everything whose numbers pass."""
+Effort = Literal["quick", "usual", "thorough"]
 MIN_SHARE = 0.001
 """A chain's share is of the captured step, and what it saves is of the step that is left: on an H200, GPT-2's (bf16, 8 × 512)
 shrinks from 6.8 to 2.3 ms, and two chains of 0.4 and 0.2 % of the first, its embeddings and its last norm, can save 1.3 % of the
@@ -46,6 +47,8 @@ class Budgets:
 
 
 _DECIDE_S = {"cuda": 20.0, "cpu": 9.0}
+_THOROUGH = 3.0
+"""How many times longer rewrites are timed with ``--thorough``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,8 @@ class ApplyOptions(ProfileOptions):
             timing decides anything, and a step that is slower than eager is not reverted. For tests of numbers, not for speed.
         dynamic: ``off``: a call of an unseen shape runs the original ops. ``on_first_use``: it does once, and the kept kernels
             are bound to its sizes for the calls after it (up to eight such shapes; ``specialize`` adds any number).
+        effort: ``quick``: rewrites are chosen by their own times, and the step is timed for a moment, with all of them against
+            none and without A/A. ``thorough``: each is timed in the step by itself, whatever its own times say, for longer.
         remembers: Put in what an earlier run on this machine kept for the same model, call, options and versions: its kernels are
             built and checked again, its verdicts are not timed again. What this run decides is remembered for the next.
     """
@@ -172,6 +177,7 @@ class ApplyOptions(ProfileOptions):
     graph_outputs: Literal["clone", "static"] = "clone"
     dynamic: Literal["off", "on_first_use"] = "off"
     keep: Literal["paying", "verified"] = "paying"
+    effort: Effort = "usual"
     remembers: bool = False
 
     def __post_init__(self) -> None:
@@ -202,7 +208,17 @@ class ApplyOptions(ProfileOptions):
     @property
     def measures_compile(self) -> bool | None:
         """Whether torch.compile and its like are measured; None leaves it to the device."""
-        return True if self.baseline != "eager" or self.max_autotune else self.compile
+        if self.baseline != "eager" or self.max_autotune:
+            return True
+        return False if self.compile is None and self.effort == "quick" else self.compile
+
+    def decide_s(self, device_kind: str) -> float:
+        """Return the seconds for the step with each set of rewrites.
+
+        Args:
+            device_kind: ``cuda`` or ``cpu``.
+        """
+        return self.budgets.decide_on(device_kind) * (_THOROUGH if self.effort == "thorough" else 1.0)
 
     @property
     def is_peer_asked_for(self) -> bool:

@@ -32,6 +32,11 @@ class PhaseClock:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.durations_s: list[tuple[str, float]] = []
+        self._started = time.perf_counter()
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the clock was made."""
+        return round(time.perf_counter() - self._started, 3)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
