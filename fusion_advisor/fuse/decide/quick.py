@@ -1,4 +1,4 @@
-"""The keep rule of ``--quick``: rewrites are chosen by their own times, and the step shows only what all of them save together.
+"""The keep rule of ``--quick``: rewrites are chosen by their own times, and go only where all of them make the step slower.
 
 There is no A/A: nothing is known of how far the step differs from itself, and the report says so. Qwen2.5-7B, 1 x 512, spends
 most of its time on such proofs (``docs/measurements/keep_rule.md``).
@@ -37,9 +37,10 @@ def decide_quickly(
     estimates: Callable[[], Mapping[str, interleaving.Difference]] = dict,
     given: Sequence[str] = (),
 ) -> Decision:
-    """Keep what saves time by its own times, if all of it together makes the step faster.
+    """Keep what saves time by its own times: all of it together more than the least gain, by these times or in the step.
 
-    The arguments are those of :func:`fusion_advisor.fuse.decide.keep_rule.decide`; ``min_gain`` is asked of all together.
+    The arguments are those of :func:`fusion_advisor.fuse.decide.keep_rule.decide`; ``min_gain`` is asked of all together. Nothing
+    stays where the step is slower with all of it.
     """
     runner = StepRunner(bench, given)
     own = {**(alone or {}), **estimates()}
@@ -54,6 +55,8 @@ def decide_quickly(
     change = interleaving.difference(without, with_all, confidence)
     step_ns = median_interval(without)[0]
     together = verdict_of("", change, step_ns=step_ns, noise_ns=0, min_gain=min_gain)
+    if together.status is not Status.SLOWER and sum(own[one.id].high_ns for one in chosen if one.id in own) < -min_gain * step_ns:
+        together = replace(together, status=Status.KEPT)
     rest = runner.rest(calls)
     before, after = (as_timing(side, runner.method, rest=rest) for side in (without, with_all))
     runner.forget()
