@@ -16,6 +16,8 @@ from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, WarmUp
 
 _LEAST_LIMIT_S = 20.0
+_QUICK_S = 1.0
+"""For each way to run the step, with ``--quick``."""
 
 
 def measure_after(installed: Installed, check: ModelCheck) -> Measured:
@@ -100,9 +102,11 @@ def _others(job: Job) -> list[Contender]:
 def _how(job: Job) -> dict[str, Any]:
     """How contenders are measured."""
     options, loaded = job.options, job.loaded
+    budget_s = options.budgets.wall_s
     return {
         "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": job.bench.on_cuda,
-        "runs": options.runs, "budget_s": options.budgets.wall_s, "least_s": options.min_time_s, "traced_steps": options.steps,
+        "runs": options.runs, "budget_s": min(budget_s, _QUICK_S) if options.effort == "quick" else budget_s,
+        "least_s": options.min_time_s, "traced_steps": options.steps,
         "rewind": job.bench.live.written.rewind, "progress": job.progress, "instruments": job.instruments,
     }  # fmt: skip
 

@@ -150,7 +150,8 @@ def _apply(
             )
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             kept = _on_top(kept, loaded, options, progress, instruments, linear_kernels, budget_s=budget_s)
-            kept = confirmed_once(kept, is_timed=options.is_timed, budget_s=budget_s / 3)
+            confirm_s = budget_s / 3 if options.effort != "quick" else 1.0
+            kept = confirmed_once(kept, is_timed=options.is_timed, budget_s=confirm_s)
         report = _with_decision(report, kept, plan, bench, capture, is_timed=options.is_timed)
         on_report(report)
         return install(

@@ -93,6 +93,8 @@ def as_before(_: object) -> None:
 
 
 _WALL = WallTimer()
+_MOST_REPEATS, _REPEATED_NS = 20, 2_000_000
+"""How often a call is recorded into one graph, and for how long such a graph runs."""
 TURN_S = 0.2
 """Timed, of each candidate that runs on and on, where the power limit sets the clock. Longer turns leave too few rounds for an
 interval: of 7 runs in a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
@@ -309,11 +311,12 @@ def compare_alone(
 ) -> tuple[Timing, Timing]:
     """Time one chain's original ops against its kernel, each by itself, per call.
 
-    On a GPU both are recorded twenty times into one graph, so that a microsecond kernel is not lost in the events' resolution.
+    On a GPU short ones are recorded up to twenty times into one graph, so that a microsecond kernel is not lost in the events'
+    resolution.
     """
     timer = timer or step_timer(on_cuda=on_cuda)
     if on_cuda:
-        repeats = 20
+        repeats = max(1, min(_MOST_REPEATS, round(_REPEATED_NS / max(min(map(_once_on_device, (before, after))), 1))))
         pool = torch.cuda.graph_pool_handle()
         candidates = [recorded(call, pool=pool, repeats=repeats) for call in (before, after)]
     else:
@@ -325,6 +328,12 @@ def compare_alone(
     method = "cuda_graph" if on_cuda else timer.method
     one, other = ([value // repeats for value in series] for series in times)
     return as_timing(one, method), as_timing(other, method)
+
+
+def _once_on_device(call: Callable[[], Any]) -> int:
+    """Return about how long a call takes, launches from Python included; it is warm afterwards."""
+    call()
+    return _timed_on_device(call, nothing, 1)[0]
 
 
 def _repeat(call: Callable[[], Any], repeats: int) -> Callable[[], None]:

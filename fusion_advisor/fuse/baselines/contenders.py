@@ -41,11 +41,12 @@ _log = logging.getLogger(__name__)
 _WARM = {True: 3, False: 1}
 """Calls before one is measured, by whether it runs on a GPU: there a recorded step warms up, is recorded, is replayed."""
 
-_LEAST_LIMIT_S, _TIMES_ANOTHER = 90.0, 4.0
+_LEAST_LIMIT_S, _TIMES_ANOTHER = 30.0, 2.0
 """Of a contender that is given up: it compiles less than the others do, by a way that nobody else takes."""
 
 _PATIENCE = 3.0
-"""Times the budget, for ways whose ratio is the run's headline and whose clock the power limit lets swing."""
+"""Times the budget, for ways whose ratio is the run's headline and whose clock the power limit lets swing; eager and ours differ
+by more than that."""
 
 _IN_GRAPH = "inputs are copied in, results stay in the graph's memory"
 
@@ -268,8 +269,9 @@ class _How:
 def _timed_in_turn(ready: Sequence[_Ready], how: _How, *, is_last: bool = False) -> dict[str, Baseline]:
     """Time contenders against each other; the last time for longer, and after rests where the power limit throttles one."""
     calls, all_s = [one.call for one in ready], how.budget_s * len(ready)
+    has_peers = any(not one.contender.is_required for one in ready)
     timings = how.instruments.walls(
-        calls, on_cuda=how.on_cuda, runs=how.runs, budget_s=all_s, least_s=how.least_s, patience=_PATIENCE if is_last else 1.0,
+        calls, on_cuda=how.on_cuda, runs=how.runs, budget_s=all_s, least_s=how.least_s, patience=_PATIENCE if has_peers else 1.0,
         rewind=how.rewind, timer=how.instruments.timer,
     )  # fmt: skip
     rested: Sequence[Timing | None] = [None] * len(ready)
