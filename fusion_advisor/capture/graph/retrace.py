@@ -12,6 +12,7 @@ from fusion_advisor.capture.graph.dedupe import retrace_distinct
 from fusion_advisor.capture.graph.func_transforms import without_transforms
 from fusion_advisor.capture.graph.fx_nodes import source_of, storages, tensors_of, written_storages
 from fusion_advisor.capture.graph.outer_product import multiply_outer_products
+from fusion_advisor.capture.graph.row_layout import lay_rows_out
 from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, split_bias
 from fusion_advisor.runtime.torch_internals import aten_ops, dynamo, fake_mode, fx_trace
 
@@ -36,6 +37,7 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     _let_idle_dropout_return_its_input(traced)
     _change_no_layout_in_place(traced)
     multiply_outer_products(traced)
+    lay_rows_out(traced)
     split_bias(traced, aten_ops.adds_bias_after_convolution, is_slower_with_bias)
     return traced
 

@@ -27,6 +27,7 @@ from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.passes.constant_folding import FOLD_CONSTANTS
 from fusion_advisor.fuse.passes.registry import PASSES, row_of
+from fusion_advisor.fuse.passes.row_layout import CONTIGUOUS_ROWS
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import Plan, PlannedFusion
 from fusion_advisor.fuse.plan.progress import Progress
@@ -254,12 +255,36 @@ def _timed(
         timed_passes.update({name: change for name, change in found.items() if change is not None})
         return timed_passes
 
-    given = first_of_all(bench, passes) if options.graph and bench.on_cuda else ()
+    laid_out = _rows_laid_out(bench, passes, options, instruments, budget_s=budget_s / 2)
+    constants = first_of_all(bench, passes) if options.graph and bench.on_cuda else ()
+    verdicts = {**laid_out, **{name: _given(name) for name in constants}}
+    given = [name for name, verdict in verdicts.items() if verdict.status is Status.KEPT]
     decision = instruments.decide(
-        bench, [one for one in candidates if one.id not in given], min_gain=options.min_gain, confidence=options.confidence,
+        bench, [one for one in candidates if one.id not in verdicts], min_gain=options.min_gain, confidence=options.confidence,
         budget_s=budget_s, note=progress.note, step=progress.step, alone=alone, estimates=estimated, given=given,
     )  # fmt: skip
-    return replace(decision, verdicts={**decision.verdicts, **{name: _given(name) for name in given}})
+    gained_ns = sum(verdict.delta_ns for verdict in laid_out.values() if verdict.status is Status.KEPT)
+    return replace(decision, verdicts={**decision.verdicts, **verdicts}, untouched_ns=decision.untouched_ns - gained_ns)
+
+
+def _rows_laid_out(
+    bench: Bench, passes: Sequence[str], options: ApplyOptions, instruments: Instruments, *, budget_s: float
+) -> dict[str, Verdict]:
+    """Time the copies that make rows contiguous before all else: kernels are made for the layouts that follow from them.
+
+    They stay unless the step is slower with them, for what gains most by them is timed afterwards.
+    """
+    name = CONTIGUOUS_ROWS.id
+    if name not in passes:
+        return {}
+    without, with_copies = step_of(bench, (), ()), step_of(bench, (), [name])
+    verdict = instruments.on_top(
+        StepRunner(bench), without.run, with_copies.run,
+        name=name, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s,
+    )  # fmt: skip
+    if verdict.status in (Status.WITHIN_NOISE, Status.TOO_LITTLE):
+        verdict = replace(verdict, status=Status.KEPT, reason=f"{verdict.reason}; kept, for kernels are made for these layouts")
+    return {name: verdict}
 
 
 def first_of_all(

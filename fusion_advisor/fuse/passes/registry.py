@@ -14,6 +14,7 @@ from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.merge_gemms import MERGE_GEMMS
 from fusion_advisor.fuse.passes.pad_gemm import ODD_WIDTH_GEMM, PAD_GEMM
 from fusion_advisor.fuse.passes.patch_conv_to_gemm import PATCH_GEMM
+from fusion_advisor.fuse.passes.row_layout import CONTIGUOUS_ROWS
 from fusion_advisor.fuse.passes.slice_pushdown import NARROW_ROWS
 from fusion_advisor.fuse.passes.split_bias import SPLIT_BIASES
 from fusion_advisor.fuse.rewrite.record import LayoutRewrite, PassRewrite, Rewrite
@@ -25,6 +26,7 @@ REWRITES: tuple[Rewrite, ...] = (
     SHARE_MASKS,
     SHARE_VALUES,
     BATCH_COUNTERS,
+    CONTIGUOUS_ROWS,
     SPLIT_BIASES,
     PAD_GEMM,
     ODD_WIDTH_GEMM,
