@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.dedupe import retrace_distinct
 from fusion_advisor.capture.graph.func_transforms import without_transforms
+from fusion_advisor.capture.graph.functional_form import put_numbers_in, write_out_of_place
 from fusion_advisor.capture.graph.fx_nodes import source_of, storages, tensors_of, written_storages
 from fusion_advisor.capture.graph.outer_product import multiply_outer_products
 from fusion_advisor.capture.graph.row_layout import lay_rows_out
@@ -37,6 +38,8 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     _let_idle_dropout_return_its_input(traced)
     _change_no_layout_in_place(traced)
     multiply_outer_products(traced)
+    put_numbers_in(traced)
+    write_out_of_place(traced)
     lay_rows_out(traced)
     split_bias(traced, aten_ops.adds_bias_after_convolution, is_slower_with_bias)
     return traced
