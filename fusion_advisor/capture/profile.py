@@ -17,6 +17,7 @@ import nvtx
 import torch
 
 from fusion_advisor.capture.graph import fx_nodes, op_records, tracer
+from fusion_advisor.capture.layout_trial import drop_layouts, settle_layouts
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.capture.unchanged_step import Measurement, UnchangedStep
@@ -89,6 +90,7 @@ def profile_model(
         timed.refuse_profiler()
         _, eager_trace = step.trace(how)
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
+        live.layouts = settle_layouts(live, how.layouts, on_cuda=on_cuda, timer=timer, note=note)
     ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=how.with_nvtx, traced_steps=how.traced_steps)
     note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")
     capture = Capture(
@@ -113,6 +115,7 @@ def profile_regions(live: tracer.LiveCapture, bandwidth: Bandwidth, device: torc
         bandwidth: ceilings of the device.
         device: where the tensors are.
     """
+    drop_layouts(live)  # nobody says what they change
     ops, traced = _trace_regions(live, on_cuda=device.type == "cuda", with_nvtx=False)
     nothing = wall_timer.as_timing([traced.device_ns], "traced")
     return Capture(

@@ -36,6 +36,7 @@ class Measurement:
         traced_steps: how many steps are traced, eager and captured; the median of each is kept.
         with_nvtx: open NVTX ranges per phase and module.
         trace_to: keep the raw trace here (``trace.before.json.gz``).
+        layouts: rules whose copies may give values another layout in the captured step; None: all.
     """
 
     warmup: int = 10
@@ -45,6 +46,7 @@ class Measurement:
     traced_steps: int = 3
     with_nvtx: bool = False
     trace_to: Path | None = None
+    layouts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

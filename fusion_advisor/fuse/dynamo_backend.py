@@ -23,9 +23,10 @@ from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.errors import UsageError
+from fusion_advisor.fuse.decide.choose import choose
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.decide.try_fusions import choose, try_all
+from fusion_advisor.fuse.decide.try_fusions import try_all
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions

@@ -22,16 +22,18 @@ from fusion_advisor.errors import ModelInTraining, NoCompiler, NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.apply_again import apply_again, memory_of
 from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.choose import choose
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.decide.rebind import Kept, confirmed_once
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
+from fusion_advisor.fuse.decide.try_fusions import kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
 from fusion_advisor.fuse.installed import LAST_STAGE, LastStage
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import named_tensors
 from fusion_advisor.fuse.live.module_guard import is_training
+from fusion_advisor.fuse.passes.layout_copies import LAYOUTS
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
@@ -246,6 +248,7 @@ def measurement_of(options: ProfileOptions) -> Measurement:
         traced_steps=options.steps,
         with_nvtx=options.nvtx,
         trace_to=options.run_dir / "trace.before.json.gz" if options.run_dir else None,
+        layouts=tuple(name for name in LAYOUTS if options.wants(name)),
     )
 
 

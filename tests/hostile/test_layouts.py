@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import fusion_advisor as fa
 from fusion_advisor.fuse.decide import session
+from fusion_advisor.fuse.decide.choose import layout_refusals
 from fusion_advisor.fuse.decide.step_runner import Candidate
-from fusion_advisor.fuse.decide.try_fusions import layout_refusals
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged

@@ -47,6 +47,14 @@ def written_storages(node: Node) -> list[int]:
     return written
 
 
+def is_idle_dropout(node: Node) -> bool:
+    """Whether a node is a dropout that drops nothing."""
+    if node.target is not torch.ops.aten.dropout.default:
+        return False
+    given = dict(zip(("input", "p", "train"), node.args, strict=False)) | node.kwargs
+    return not (given["train"] and given["p"])
+
+
 def first_reader(node: Node) -> Node:
     """Return the first op that reads a node: a call that replaces the node is written before it."""
     at = node.next

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor.capture.graph.channels_last import lay_channels_last
+from fusion_advisor.capture.graph.contiguous_rows import lay_rows_out
 from fusion_advisor.capture.graph.dedupe import retrace_distinct
 from fusion_advisor.capture.graph.func_transforms import without_transforms
 from fusion_advisor.capture.graph.functional_form import put_numbers_in, write_out_of_place
-from fusion_advisor.capture.graph.fx_nodes import source_of, storages, tensors_of, written_storages
+from fusion_advisor.capture.graph.fx_nodes import is_idle_dropout, source_of, storages, tensors_of, written_storages
 from fusion_advisor.capture.graph.outer_product import multiply_outer_products
-from fusion_advisor.capture.graph.row_layout import lay_rows_out
 from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, split_bias
 from fusion_advisor.runtime.torch_internals import aten_ops, dynamo, fake_mode, fx_trace
 
@@ -41,6 +42,7 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     put_numbers_in(traced)
     write_out_of_place(traced)
     lay_rows_out(traced)
+    lay_channels_last(traced)
     split_bias(traced, aten_ops.adds_bias_after_convolution, is_slower_with_bias)
     return traced
 
@@ -97,7 +99,7 @@ def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
         before = tensors_of(node.meta.get("val"))
         if node.op != "call_function" or not before:
             continue
-        if _is_idle_dropout(node) and "val" in node.all_input_nodes[0].meta:
+        if is_idle_dropout(node) and "val" in node.all_input_nodes[0].meta:
             value = node.all_input_nodes[0].meta["val"]
         elif not left.isdisjoint(storages(node)) or not relaid.isdisjoint(node.all_input_nodes):
             value = fake_mode.fake_result(graph_module, node)
@@ -107,13 +109,6 @@ def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
         node.meta["val"] = value
         if any(one.stride() != other.stride() for one, other in zip(before, tensors_of(value), strict=True)):
             relaid.add(node)
-
-
-def _is_idle_dropout(node: Node) -> bool:
-    if node.target is not _aten.dropout.default:
-        return False
-    given = dict(zip(("input", "p", "train"), node.args, strict=False)) | node.kwargs
-    return not (given["train"] and given["p"])
 
 
 def _change_no_layout_in_place(graph_module: GraphModule) -> None:

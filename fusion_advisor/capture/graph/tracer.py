@@ -111,6 +111,7 @@ class LiveCapture:
             on their own weights.
         written: what the call changes outside its result; ``written.rewind()`` goes before every repeat.
         compiled: None where no dynamo call leads to the regions.
+        layouts: by rule, what its copies change that give values another layout; empty where nobody timed them.
     """
 
     regions: list[Region] = field(default_factory=list)
@@ -118,6 +119,7 @@ class LiveCapture:
     output: Any = None
     written: Written = field(default_factory=Written)
     compiled: DynamoCall | None = None
+    layouts: Mapping[str, Any] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
 
     def in_order(self) -> list[Run]:

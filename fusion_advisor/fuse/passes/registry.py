@@ -10,11 +10,11 @@ from fusion_advisor.fuse.passes.cse import SHARE_VALUES
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.foreach_counters import BATCH_COUNTERS
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
+from fusion_advisor.fuse.passes.layout_copies import CHANNELS_LAST, CONTIGUOUS_ROWS
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.merge_gemms import MERGE_GEMMS
 from fusion_advisor.fuse.passes.pad_gemm import ODD_WIDTH_GEMM, PAD_GEMM
 from fusion_advisor.fuse.passes.patch_conv_to_gemm import PATCH_GEMM
-from fusion_advisor.fuse.passes.row_layout import CONTIGUOUS_ROWS
 from fusion_advisor.fuse.passes.slice_pushdown import NARROW_ROWS
 from fusion_advisor.fuse.passes.split_bias import SPLIT_BIASES
 from fusion_advisor.fuse.rewrite.record import LayoutRewrite, PassRewrite, Rewrite
@@ -27,6 +27,7 @@ REWRITES: tuple[Rewrite, ...] = (
     SHARE_VALUES,
     BATCH_COUNTERS,
     CONTIGUOUS_ROWS,
+    CHANNELS_LAST,
     SPLIT_BIASES,
     PAD_GEMM,
     ODD_WIDTH_GEMM,

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
-from fusion_advisor.capture.graph.row_layout import let_rows_be
+from fusion_advisor.capture.graph.layout_copies import take_copies_out
 from fusion_advisor.capture.graph.split_bias import join_bias
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.codegen.common.interface import Launcher
@@ -224,7 +224,7 @@ def rewrite_region(
         graph.erase_node(write)
     constants: dict[str, torch.Tensor] = {}
     changed = [run_pass(graph, region, constants) for run_pass in passes]
-    let_rows_be(graph)
+    take_copies_out(graph)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
     join_bias(graph)
     module = GraphModule(_attributes(region.graph, constants), graph, class_name="FusedRegion")

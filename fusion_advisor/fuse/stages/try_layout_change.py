@@ -11,8 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.rebind import CannotMove, Kept, judged, mover, not_replaced, on_changed, on_changed_graphs
-from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.decide.rebind import (
+    CannotMove,
+    Kept,
+    changed_bench,
+    judged,
+    mover,
+    not_replaced,
+    on_changed,
+    on_changed_graphs,
+)
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import PlannedFusion

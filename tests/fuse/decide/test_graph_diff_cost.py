@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.decide.graph_diff_cost import _change, change_alone, saving_alone_ns
-from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.decide.rebind import changed_bench
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Step
 from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.passes.merge_gemms import merge_all
@@ -278,7 +278,9 @@ class Writes(torch.nn.Module):
 
 class Inplace(torch.nn.Module):
     def forward(self, x):
-        return functional.relu(x * 2, inplace=True)
+        doubled = x * 2
+        functional.relu(doubled[:2], inplace=True)  # the whole is read afterwards, so that it stays in place
+        return doubled
 
 
 def test_what_writes_to_the_steps_own_activations_runs(ran):

@@ -10,7 +10,7 @@ import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.decide.rebind import changed_bench
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.merge_gemms import merge_all

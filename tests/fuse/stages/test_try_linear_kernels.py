@@ -22,8 +22,7 @@ from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candida
 from fusion_advisor.errors import CannotCapture, PlanMismatch
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision
-from fusion_advisor.fuse.decide.rebind import Kept, confirmed_once
-from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.decide.rebind import Kept, changed_bench, confirmed_once
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.live.restore_kernels import build_linears

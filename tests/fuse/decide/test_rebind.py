@@ -6,7 +6,7 @@ import pytest
 
 from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.codegen.registry import backend
-from fusion_advisor.fuse.decide.replan import changed_bench, relocate
+from fusion_advisor.fuse.decide.rebind import changed_bench, relocate
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.passes.merge_gemms import merge_linears
 from tests.tiny import planned, profiled

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_advisor.capture.graph.row_layout import LAID_OUT
+from fusion_advisor.capture.graph.layout_copies import LAID_OUT
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.passes.row_layout import keep_contiguous
+from fusion_advisor.fuse.passes.layout_copies import CONTIGUOUS_ROWS
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region
@@ -67,7 +67,7 @@ def test_without_the_pass_the_copy_goes_again(is_kept):
     model = Speech()
     region = captured(model)
     indices = {node: number for number, node in enumerate(region.graph.graph.nodes)}
-    module, changed = rewrite_region(region, indices, [], [keep_contiguous] if is_kept else [])
+    module, changed = rewrite_region(region, indices, [], [CONTIGUOUS_ROWS.apply] if is_kept else [])
     assert changed == ([1] if is_kept else [])
     copies = [node for node in module.graph.nodes if node.name == marks(region)[0].name]
     assert len(copies) == is_kept

@@ -1,0 +1,108 @@
+"""Convolution nets in channels last: the same numbers and strides outside, one copy in, copies out where they must be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fusion_advisor.capture.graph import channels_last
+from fusion_advisor.capture.graph.channels_last import is_quicker_channels_last, lay_channels_last
+from fusion_advisor.capture.graph.layout_copies import LAID_OUT, kinds_of, undo
+from fusion_advisor.capture.graph.tracer import capture_regions
+
+IMAGES = torch.randn(2, 3, 16, 16)
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, images):
+        return torch.relu(images + self.norm(self.two(torch.relu(self.one(images)))))
+
+
+class Net(nn.Module):
+    def __init__(self, end=lambda images: images.mean((2, 3)), between=lambda images: images):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.blocks = nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ModuleList(Block(16) for _ in range(3))
+        self.end, self.between = end, between
+
+    def forward(self, images):
+        images = torch.nn.functional.max_pool2d(self.stem(images), 2)
+        for block in self.blocks:
+            images = self.between(block(images))
+        return self.end(images)
+
+
+def laid_out(model):
+    with torch.no_grad():
+        (region,) = capture_regions(model.eval(), (IMAGES,), {}).regions
+        assert not kinds_of(region.graph.graph)  # a CPU has no need for it
+        count = lay_channels_last(region.graph, lambda _: True)
+        got, expected = region.graph(*region.example_args), model(IMAGES)
+    got = got if isinstance(got, tuple | list) else (got,)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert one.stride() == other.stride()
+    return region.graph, count
+
+
+def images_of(graph_module):
+    nodes = [node for node in graph_module.graph.nodes if node.target is torch.ops.aten.conv2d.default]
+    return [node.all_input_nodes[0].meta["val"] for node in nodes]
+
+
+def test_one_copy_lays_out_the_whole_net():
+    graph, count = laid_out(Net())
+    assert count == 1
+    assert all(image.is_contiguous(memory_format=torch.channels_last) for image in images_of(graph))
+
+
+def test_what_the_model_returns_is_copied_back():
+    graph, count = laid_out(Net(end=lambda images: (images, images.sum())))
+    assert count == 2
+    assert [node.kwargs["memory_format"] for node in graph.graph.nodes if LAID_OUT in node.meta] == [
+        torch.channels_last, torch.contiguous_format,
+    ]  # fmt: skip
+
+
+def test_a_view_that_needs_channels_first_gets_a_copy():
+    _, count = laid_out(Net(end=lambda images: images.view(2, -1)))
+    assert count == 2
+
+
+def write_to(images):
+    images[:, 0] = 0.0
+    return images
+
+
+@pytest.mark.parametrize(
+    "between",
+    [write_to, lambda images: images.view(2, -1).view(images.shape) * 2],
+    ids=["written to", "back to channels first again and again"],
+)
+def test_a_net_that_does_not_keep_the_layout_is_left_alone(between):
+    graph, count = laid_out(Net(between=between))
+    assert count == 0 and not kinds_of(graph.graph)
+
+
+def test_undone_it_is_as_before():
+    graph, _ = laid_out(Net())
+    with torch.no_grad():
+        (before,) = capture_regions(Net().eval(), (IMAGES,), {}).regions
+    undo(graph, channels_last.ID)
+    assert [str(node.target) for node in graph.graph.nodes] == [str(node.target) for node in before.graph.graph.nodes]
+    strides = [
+        [node.meta["val"].stride() for node in one.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+        for one in (graph, before.graph)
+    ]
+    assert strides[0] == strides[1]
+
+
+def test_it_is_for_sixteen_bits_on_a_gpu():
+    assert not is_quicker_channels_last(IMAGES) and not is_quicker_channels_last(IMAGES.half())
