@@ -52,7 +52,7 @@ def measure_after(installed: Installed, check: ModelCheck) -> Measured:
     with job.clock.phase("baselines"):
         rest = (
             [ours_compiled(job.loaded, job.bench, installed.variant, is_graphed=installed.is_graphed)]
-            if job.with_peers and (job.bench.on_cuda or job.options.is_peer_asked_for)
+            if job.with_peers and job.options.is_peer_asked_for  # up to a minute, for what is no peer
             else []
         )
         rows = measure_all([_eager(installed), *others, ours, *rest], **_how(job), on_required=early)

@@ -252,7 +252,7 @@ CompileOpt = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Also time torch.compile and, on a GPU, eager in a CUDA graph and Liger; the default.",
+        help="Also time torch.compile and, on a GPU, eager in a CUDA graph and Liger (the default); if given, ours under it.",
         rich_help_panel=_MEASURE,
     ),
 ]

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _WARM = {True: 3, False: 1}
 """Calls before one is measured, by whether it runs on a GPU: there a recorded step warms up, is recorded, is replayed."""
 
-_LEAST_LIMIT_S, _TIMES_ANOTHER = 30.0, 2.0
+_LEAST_LIMIT_S, _TIMES_ANOTHER = 90.0, 4.0
 """Of a contender that is given up: it compiles less than the others do, by a way that nobody else takes."""
 
 _PATIENCE = 3.0
