@@ -248,7 +248,7 @@ class Inside(torch.nn.Module):
                 return logits
             case "its hidden state is written to":
                 logits = self.head(hidden)
-                hidden.add_(1)
+                hidden[:1].add_(1)
                 return logits, hidden
             case "its weight is written to":
                 logits = torch.mm(hidden, self.table)
@@ -266,11 +266,11 @@ class Inside(torch.nn.Module):
                     return self.head(hidden)
             case "a view of a dropout":
                 logits = self.head(self.dropout(hidden).view(3, 2, 16))
-                hidden.add_(1)
+                hidden[:1].add_(1)
                 return logits, hidden
             case "written to through a dropout":
                 logits, same = self.head(hidden), self.dropout(hidden)
-                same.add_(1)
+                same[:1].add_(1)
                 return logits, same
         raise AssertionError(self.kind)
 
