@@ -79,6 +79,17 @@ def cache_in(kwargs):
     return next(value for value in kwargs.values() if hasattr(value, "get_seq_length"))
 
 
+class Calling(torch.nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
 class Toy(torch.nn.Module):
     """Two blocks of linear, written-out GELU and LayerNorm with a residual: three kinds of chains, captured in no time."""
 

@@ -248,7 +248,7 @@ def measurement_of(options: ProfileOptions) -> Measurement:
         traced_steps=options.steps,
         with_nvtx=options.nvtx,
         trace_to=options.run_dir / "trace.before.json.gz" if options.run_dir else None,
-        layouts=tuple(name for name in LAYOUTS if options.wants(name)),
+        layouts=() if options.exact else tuple(name for name in LAYOUTS if options.wants(name)),  # other kernels, other bits
     )
 
 

@@ -44,26 +44,52 @@ def put_numbers_in(graph_module: GraphModule) -> int:
 def write_out_of_place(graph_module: GraphModule) -> int:
     """Let ops that write to a value of the graph's own make a new one, where nobody can tell; returns how many."""
     order = {node: number for number, node in enumerate(graph_module.graph.nodes)}
+    sharing = _Sharing(order)
     lasting = {key for node in order if node.op in ("placeholder", "get_attr") for key in storages(node)}
     changed = 0
-    for node in list(order):
+    for node, at in order.items():
         functional = _functional(node)
-        if functional is None or not lasting.isdisjoint(storages(node)) or _is_seen_elsewhere(node, order):
+        if functional is None or not lasting.isdisjoint(storages(node)) or _is_seen_elsewhere(node, sharing, order):
             continue
-        target, value, memory = node.target, node.meta["val"], set(storages(node))
+        target, value = node.target, node.meta["val"]
         node.target = functional
         made = fake_mode.fake_result(graph_module, node)
         if (made.shape, made.dtype, made.stride()) != (value.shape, value.dtype, value.stride()):
             node.target = target
             continue
-        node.meta["val"] = made
-        for later in list(order)[order[node] + 1 :]:
-            if later.op == "call_function" and not memory.isdisjoint(storages(later)):
-                later.meta["val"] = fake_mode.fake_result(graph_module, later)
+        later = [other for other in sharing.of(node) if order[other] > at and other.op == "call_function"]
+        sharing.set(node, made)
+        for other in later:
+            sharing.set(other, fake_mode.fake_result(graph_module, other))
         changed += 1
     if changed:
         graph_module.recompile()
     return changed
+
+
+class _Sharing:
+    """Which nodes lie in one memory: asked for each in-place op, of which an unrolled loop has hundreds."""
+
+    def __init__(self, order: dict[Node, int]) -> None:
+        self._order = order
+        self._nodes: dict[int, set[Node]] = {}
+        for node in order:
+            self._add(node)
+
+    def of(self, node: Node) -> list[Node]:
+        """Return the nodes in the memory of one, in order."""
+        return sorted(set().union(*(self._nodes[key] for key in storages(node))), key=self._order.__getitem__)
+
+    def set(self, node: Node, value: Any) -> None:
+        """Give a node another value."""
+        for key in storages(node):
+            self._nodes[key].discard(node)
+        node.meta["val"] = value
+        self._add(node)
+
+    def _add(self, node: Node) -> None:
+        for key in storages(node):
+            self._nodes.setdefault(key, set()).add(node)
 
 
 def _numbers(graph_module: GraphModule) -> dict[Node, torch.Tensor]:
@@ -125,8 +151,8 @@ def _functional(node: Node) -> Any:
     return functional if same and not functional._schema.is_mutable else None
 
 
-def _is_seen_elsewhere(node: Node, order: dict[Node, int]) -> bool:
+def _is_seen_elsewhere(node: Node, sharing: _Sharing, order: dict[Node, int]) -> bool:
     """Whether anything that lay in an op's memory before it is read after it."""
-    memory, at = set(storages(node)), order[node]
-    sharing = (other for other in order if order[other] < at and not memory.isdisjoint(storages(other)))
-    return any(order.get(user, at) > at for other in sharing for user in other.users)
+    at = order[node]
+    before = (other for other in sharing.of(node) if order[other] < at)
+    return any(order.get(user, at) > at for other in before for user in other.users)

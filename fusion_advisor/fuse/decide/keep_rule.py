@@ -226,9 +226,10 @@ def _arranged(
     min_gain: float,
     budget_s: float,
 ) -> tuple[list[Candidate], dict[str, Verdict]]:
-    """Return what the step is timed with, in order, and the verdicts on what it is not; parameters as for :func:`decide`.
+    """Choose what the step is timed with; parameters as for :func:`decide`, ``own`` is what rewrites change by their own times.
 
-    ``own`` says what rewrites change by their own times, in a step.
+    Returns:
+        The candidates in order, and the verdicts on those that are left out.
     """
     step_ns = _step_ns(runner) if own else 0
     left_out = _left_out(runner, own, step_ns, min_gain, budget_s)

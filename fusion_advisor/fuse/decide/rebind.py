@@ -22,6 +22,7 @@ from fusion_advisor.fuse.decide.keep_rule import Decision, confirmed
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.decide.trial import try_fusion
+from fusion_advisor.fuse.passes.layout_copies import LAYOUTS
 from fusion_advisor.fuse.passes.registry import kept_passes, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import PlannedFusion
@@ -220,7 +221,8 @@ def confirmed_once(kept: Kept, *, is_timed: bool, budget_s: float) -> Kept:
         is_timed: False: a few rounds for the report.
         budget_s: seconds for the timing.
     """
-    is_as_decided = kept.bench is kept.captured and not kept.linears
+    is_laid_out = not set(LAYOUTS).isdisjoint(kept_passes(kept.rewrites))  # in every step that was timed
+    is_as_decided = kept.bench is kept.captured and not kept.linears and not is_laid_out
     if is_as_decided and not (kept.bench.on_cuda and is_timed):
         return kept
     original = step_of(kept.captured, (), ())

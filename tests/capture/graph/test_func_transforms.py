@@ -7,15 +7,7 @@ import torch
 
 from fusion_advisor.capture.graph import func_transforms
 from fusion_advisor.capture.graph.tracer import capture_regions
-
-
-class Calling(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
+from tests.tiny import Calling
 
 
 def scanned(x):

@@ -6,22 +6,14 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions
+from tests.tiny import Calling
 
 X = torch.randn(3, 5, 8)
 
 
-class Calls(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def graph_of(function, x=X):
     """Capture a function; returns the names of its ops, after comparing results, strides and what is written to the input."""
-    model = Calls(function)
+    model = Calling(function)
     with torch.no_grad():
         (region,) = capture_regions(model, (x.clone(),), {}).regions
         ours, theirs = x.clone(), x.clone()

@@ -10,7 +10,7 @@ from fusion_advisor.capture.graph.tracer import capture_regions, writes_to_input
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import OpClass
 from tests.capture.graph.test_tracer import ops_of
-from tests.tiny import region_of
+from tests.tiny import Calling, region_of
 
 
 def test_dropout_that_is_off_is_a_view_of_its_input():
@@ -44,15 +44,6 @@ def test_dropout_that_is_on_computes():
     ops = ops_of(lambda x: torch.nn.functional.dropout(x + 1, 0.5, True) * 2, torch.randn(3))
     live = [op for op in ops if "dropout" in op.target or "bernoulli" in op.target]
     assert live and all(op.op_class is not OpClass.VIEW for op in live)
-
-
-class Calling(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def pulled_back(x):

@@ -20,7 +20,7 @@ from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Status
 from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.timing.wall_timer import as_timing
-from tests.fuse.decide.test_keep_rule import clock, decided  # noqa: F401
+from tests.fuse.decide.test_keep_rule import decided
 from tests.report.fixtures import applied
 from tests.timing.planted import PlantedTimer
 
@@ -64,7 +64,7 @@ def test_a_chain_counts_once_for_each_of_its_runs():
 
 
 @pytest.mark.slow
-def test_a_loud_step_keeps_what_its_chain_shows_and_nothing_else(clock):  # noqa: F811
+def test_a_loud_step_keeps_what_its_chain_shows_and_nothing_else(clock):
     effects = {"gelu": -20_000, "idle": 0}
     for seed in range(10):
         found = decided(clock, effects, noise=0.2, seed=seed, alone={"gelu": GAIN}).verdicts
@@ -107,7 +107,7 @@ def test_what_the_noise_of_the_step_would_hide_is_left_out_where_its_own_times_d
         assert "hidden by a step's noise of 20.4 µs at best" in found["F2"].reason
 
 
-def test_the_step_is_not_timed_with_what_is_left_out(clock):  # noqa: F811
+def test_the_step_is_not_timed_with_what_is_left_out(clock):
     alone = {"gelu": GAIN, "idle": span(-100, 100)}
     turns = []
 
@@ -124,7 +124,7 @@ def test_the_step_is_not_timed_with_what_is_left_out(clock):  # noqa: F811
     assert turns[0].startswith("gelu, idle:")
 
 
-def test_passes_are_timed_by_themselves_once(clock):  # noqa: F811
+def test_passes_are_timed_by_themselves_once(clock):
     asked = []
 
     def passes_alone():

@@ -14,7 +14,6 @@ from fusion_advisor.fuse.decide.keep_rule import decide
 from fusion_advisor.fuse.decide.step_runner import Candidate
 from fusion_advisor.records import Status
 from fusion_advisor.timing import interleaving
-from tests.timing.planted import PlantedTimer
 
 STEP_NS = 1_000_000
 
@@ -47,11 +46,6 @@ class Machine:
 
 def candidates(effects):
     return [Candidate(id=name, fusion=SimpleNamespace(name=name)) for name in effects]
-
-
-@pytest.fixture
-def clock():
-    return PlantedTimer()
 
 
 def decided(clock, effects, **options):

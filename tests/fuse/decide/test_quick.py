@@ -11,14 +11,14 @@ from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.records import Status
 from fusion_advisor.timing.interleaving import Difference
-from tests.fuse.decide.test_keep_rule import STEP_NS, Machine, candidates, clock  # noqa: F401
+from tests.fuse.decide.test_keep_rule import STEP_NS, Machine, candidates
 
 
 def own(ns):
     return Difference(median_ns=ns, low_ns=ns - 100, high_ns=ns + 100)
 
 
-def quickly(clock, effects, alone, **options):  # noqa: F811
+def quickly(clock, effects, alone, **options):
     machine = Machine(clock, effects, noise=0.001)
     found = decide_quickly(
         machine, candidates(effects), min_gain=0.005, confidence=0.95, budget_s=9.0,
@@ -27,7 +27,7 @@ def quickly(clock, effects, alone, **options):  # noqa: F811
     return found, machine
 
 
-def test_what_saves_by_its_own_times_stays_and_the_step_is_timed_twice(clock):  # noqa: F811
+def test_what_saves_by_its_own_times_stays_and_the_step_is_timed_twice(clock):
     effects = {"fast": -60_000, "slow": 30_000, "unknown": -5_000}
     found, machine = quickly(clock, effects, {"fast": -55_000, "slow": 20_000})
     assert {name: one.status for name, one in found.verdicts.items()} == {
@@ -43,19 +43,19 @@ def test_what_saves_by_its_own_times_stays_and_the_step_is_timed_twice(clock):  
 
 
 @pytest.mark.parametrize(("effect", "status"), [(60_000, Status.SLOWER), (0, Status.WITHIN_NOISE)])
-def test_nothing_stays_where_the_step_is_no_faster_with_all_of_it(clock, effect, status):  # noqa: F811
+def test_nothing_stays_where_the_step_is_no_faster_with_all_of_it(clock, effect, status):
     found, _ = quickly(clock, {"a": effect, "b": 0}, {"a": -50_000 if effect else -2_000, "b": -1_000})
     assert {one.status for one in found.verdicts.values()} <= {status, Status.TOO_LITTLE}
     assert found.after == found.before
 
 
-def test_own_times_decide_where_the_step_cannot_tell(clock):  # noqa: F811
+def test_own_times_decide_where_the_step_cannot_tell(clock):
     found, _ = quickly(clock, {"a": 0}, {"a": -50_000})
     assert found.verdicts["a"].status is Status.KEPT
 
 
 @pytest.mark.parametrize(("effect", "status"), [(-60_000, Status.KEPT), (60_000, Status.SLOWER)])
-def test_one_more_rewrite_is_timed_for_a_moment(clock, effect, status):  # noqa: F811
+def test_one_more_rewrite_is_timed_for_a_moment(clock, effect, status):
     machine = Machine(clock, {"more": effect}, noise=0.001)
     runner = StepRunner(machine)
     before, after = runner.plain(()), runner.plain(candidates({"more": 0}))

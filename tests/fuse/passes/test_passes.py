@@ -11,7 +11,7 @@ from fusion_advisor.fuse.passes import constant_folding
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
 from fusion_advisor.fuse.passes.constant_folding import fold_constants, fold_frozen, frozen_bytes, held_bytes
 from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region
-from tests.tiny import profiled, region_of
+from tests.tiny import Calling, profiled, region_of
 
 Q = torch.randn(2, 4, 6, 8)
 
@@ -244,22 +244,13 @@ def test_what_depends_on_no_input_is_computed_once():
     assert len(dict(module.named_buffers())) == 2
 
 
-class Calls(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def test_literals_in_the_models_code_are_constants_too():
     def function(x):
         positions = torch.arange(8.0)
         highest = torch.tensor(3).type_as(positions)
         return x * torch.where(positions > 3, highest, positions) / torch.sqrt(torch.tensor([[4.0]]))
 
-    model = Calls(function)
+    model = Calling(function)
     (region,) = capture_regions(model, (Q,), {}).regions  # `retrace` makes `detach_` a view
     module, changed = rewrite_region(region, _indices(region), [], [fold_constants])
     assert changed[0] >= 6
@@ -280,7 +271,7 @@ def test_a_mask_that_is_made_of_a_literal_becomes_the_flag():
     def additive(n):
         return torch.where(torch.ones(n, n, dtype=torch.bool).tril(), 0.0, torch.tensor(float("-inf")))
 
-    model = Calls(lambda q: sdpa(q, q, q, attn_mask=additive(q.shape[-2])))
+    model = Calling(lambda q: sdpa(q, q, q, attn_mask=additive(q.shape[-2])))
     (region,) = capture_regions(model, (Q,), {}).regions
     assert rewrite_region(region, _indices(region), [], [drop_masks])[1] == [1]
 
