@@ -26,10 +26,17 @@ import torch
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from tests.gpus import gpu_of_worker, has_gpu_tests, visible_gpus
 from tests.running_alone import Turn
+from tests.timing.planted import PlantedTimer
 
 _GPU = gpu_of_worker(os.environ.get("PYTEST_XDIST_WORKER", ""), visible_gpus())
 if _GPU is not None:  # before anything asks CUDA
     os.environ["CUDA_VISIBLE_DEVICES"] = _GPU
+
+
+@pytest.fixture
+def clock() -> PlantedTimer:
+    """A machine's clock, which tests move themselves."""
+    return PlantedTimer()
 
 
 def find_chromium() -> str | None:

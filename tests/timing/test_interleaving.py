@@ -17,11 +17,6 @@ from fusion_advisor.timing.interleaving import compare_alone, difference, interl
 from tests.timing.planted import PlantedTimer
 
 
-@pytest.fixture
-def clock():
-    return PlantedTimer()
-
-
 def taking(clock, cost_ns, seen=None, name=None):
     def call():
         clock.now_ns += cost_ns() if callable(cost_ns) else cost_ns

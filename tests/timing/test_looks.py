@@ -9,7 +9,7 @@ import pytest
 from fusion_advisor.fuse.decide.step_runner import changes, is_clear, open_steps, settles
 from fusion_advisor.records import Status
 from fusion_advisor.timing import looks
-from tests.fuse.decide.test_keep_rule import STEP_NS, clock, decided  # noqa: F401
+from tests.fuse.decide.test_keep_rule import STEP_NS, decided
 
 
 def rounds(count, ratio, spread, seed):
@@ -94,7 +94,7 @@ def test_a_loud_step_is_not_decided_by_a_gain_within_its_noise():
     assert not is_clear([change(-60_000, -50_000, noise_ns=55_000)], 0.005)
 
 
-def test_a_clear_gain_takes_a_few_rounds(clock):  # noqa: F811
+def test_a_clear_gain_takes_a_few_rounds(clock):
     seen = []
     gains = {f"fast {number}": -60_000 for number in range(8)}
     found = decided(clock, gains, noise=0.001, budget_s=10.0, step=lambda turns, *_: seen.append(turns))

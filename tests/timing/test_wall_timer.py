@@ -7,7 +7,6 @@ import random
 import pytest
 
 from fusion_advisor.timing.wall_timer import as_timing, median_interval, wall_times
-from tests.timing.planted import PlantedTimer
 
 
 def test_few_values_give_the_whole_range():
@@ -64,11 +63,6 @@ def test_ranks_are_those_of_the_binomial_distribution(count, confidence, outside
 def test_a_timing_keeps_every_value():
     timing = as_timing([5, 1, 3], "wall")
     assert (timing.times_ns, timing.median_ns, timing.ci_low_ns, timing.ci_high_ns) == ((5, 1, 3), 3, 1, 5)
-
-
-@pytest.fixture
-def clock():
-    return PlantedTimer()
 
 
 def test_warmups_are_not_counted(clock):
