@@ -58,7 +58,8 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
         plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed, and
             there are no options.
-        **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`. With ``run_dir`` the run's files are written
+        **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`. ``shapes="batch=1..16,seq=1..4096"`` serves
+            ranges of sizes (:func:`fusion_advisor.fuse.plan.size_ranges.read_shapes`). With ``run_dir`` the run's files are written
             there, as ``fusion-advisor apply`` writes them: the report (JSON, HTML, markdown), the capture and the kernels.
             :func:`load_plan` reads them.
 
@@ -81,6 +82,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from fusion_advisor.fuse.live.restore_plan import apply_plan
     from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.plan.options import ApplyOptions
+    from fusion_advisor.fuse.plan.size_ranges import read_shapes
     from fusion_advisor.records.serialize import write_capture, write_report
     from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
@@ -93,6 +95,8 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         fused = apply_plan(loaded, plan)
         fused.report = for_notebook(plan.report)
         return fused
+    if options.get("shapes") is not None:
+        options["shapes"] = read_shapes(options["shapes"])
     chosen = _named("apply", loaded, ApplyOptions(**options))
     take_out(model)
     folder = None if chosen.run_dir is None else Path(chosen.run_dir)

@@ -63,6 +63,7 @@ from fusion_advisor.errors.step import (
     NotTrainable,
     OutOfMemory,
     SequenceTooLong,
+    SizeRejected,
 )
 from fusion_advisor.errors.usage import BadConfig, UnknownCode, UsageError
 
@@ -111,6 +112,7 @@ __all__ = [
     "RemoteCodeRefused",
     "RunExists",
     "SequenceTooLong",
+    "SizeRejected",
     "TraceTooLarge",
     "UnknownArchitecture",
     "UnknownCode",

@@ -145,3 +145,13 @@ class NoTensorOutput(AdvisorError):
     message = "`{model_id}` returns no tensor, so a fused call cannot be compared with it"
     hint = "wrap it in a module whose forward returns tensors; `fa.profile` measures it unchanged"
     exit_code = 4
+
+
+class SizeRejected(AdvisorError):
+    """A range of --shapes holds sizes that the model refuses."""
+
+    code = "FA316"
+    message = "`{model_id}` refuses {name}={size}: {cause}"
+    note = "{largest}"
+    hint = "end the range of {name} there"
+    exit_code = 2

@@ -21,6 +21,7 @@ from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import ModelInTraining, NoCompiler, NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.apply_again import apply_again, memory_of
+from fusion_advisor.fuse.apply_shapes import check_ranges, with_shapes
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.choose import choose
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
@@ -96,6 +97,7 @@ def apply_workload(
         KernelFaulted: a kernel faulted on a GPU; ``on_report`` has a report that names it by then.
     """
     _refuse_unready(loaded)
+    dims = None if options.shapes is None else check_ranges(loaded, options)
     instruments = instruments.with_effort(options.effort)
     progress = progress or Progress()
     clock = PhaseClock(progress)
@@ -104,14 +106,14 @@ def apply_workload(
         with on_device(loaded, "applying"):
             again = apply_again(loaded, memory, options, progress, clock, on_report, instruments=instruments, last=last)
         if again is not None:
-            return again
+            return again if dims is None else with_shapes(again, loaded, options, dims, progress, clock, on_report, instruments)
     run = _apply(
         loaded, options, progress, clock, on_report, instruments=instruments, linear_kernels=linear_kernels, last=last,
         environment=None if memory is None else memory.environment,
     )  # fmt: skip
     if memory is not None:
         memory.keep(run)
-    return run
+    return run if dims is None else with_shapes(run, loaded, options, dims, progress, clock, on_report, instruments)
 
 
 def _apply(

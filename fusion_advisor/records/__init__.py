@@ -27,6 +27,7 @@ from fusion_advisor.records.rewrite import (
     RewriteStage,
     Status,
     Tolerance,
+    Tuning,
 )
 from fusion_advisor.records.run import (
     Bandwidth,
@@ -40,6 +41,7 @@ from fusion_advisor.records.run import (
     TooBusy,
     Workload,
 )
+from fusion_advisor.records.shapes import ShapePiece, ShapePoint, ShapeRanges, SizeRange
 from fusion_advisor.records.step import (
     COMPILED,
     EAGER,
@@ -57,7 +59,6 @@ from fusion_advisor.records.step import (
     WarmUp,
 )
 from fusion_advisor.records.trace import TraceChain, TraceKernel, TraceReport
-from fusion_advisor.records.tuning import Tuning
 
 __all__ = [
     "COMPILED",
@@ -99,7 +100,11 @@ __all__ = [
     "Report",
     "RewriteCandidate",
     "RewriteStage",
+    "ShapePiece",
+    "ShapePoint",
+    "ShapeRanges",
     "Site",
+    "SizeRange",
     "Status",
     "StepProfile",
     "TensorMeta",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fusion_advisor.records.chain import Chain, Match, NoMatch
 from fusion_advisor.records.rewrite import Finding, FrozenValue, Fusion, GraphRewrite, Tolerance
 from fusion_advisor.records.run import Bandwidth, DataQuality, Environment, Timing, TooBusy, Workload
+from fusion_advisor.records.shapes import ShapeRanges
 from fusion_advisor.records.step import Baseline, Gate, GenerationCheck, LaunchVerdict, ModelCheck, StepProfile, Training, WarmUp
 
 
@@ -69,6 +70,8 @@ class Report:
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
     training: Training | None = None
     """Of phase ``train``: then there are no chains, for nothing is fused."""
+    shapes: ShapeRanges | None = None
+    """Of ``--shapes``: the ranges of sizes that are served, and what was decided in them."""
     launch_verdict: LaunchVerdict | None = None
     """None on a CPU."""
     gates: tuple[Gate, ...] = ()

@@ -12,27 +12,32 @@ from fusion_advisor.capture.graph.fx_nodes import module_path, source_of, storag
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
 
-def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[Node, int]]:
+def describe(
+    region: Region, first_index: int = 0, *, symbols: symbolic_sizes.Symbols | None = None
+) -> tuple[list[OpNode], dict[Node, int]]:
     """Turn a live graph into records.
 
     Args:
         region: its placeholders must have been named (``capture_regions`` does).
         first_index: index of the region's first record.
+        symbols: of a graph with open sizes, the size that each symbol stands for in the records.
 
     Returns:
         The records in execution order and the index of each fx node.
     """
     ops: list[OpNode] = []
     index_of: dict[Node, int] = {}
+    number = _Numbers(symbols or {})
     owner: dict[int, int] = {}  # storage -> index of the op that made it
     sharers: dict[int, list[int]] = {}  # storage -> all inputs of the region that lie in it
     placeholder = 0
     for node in region.graph.graph.nodes:
         index = first_index + len(ops)
         index_of[node] = index
-        metas = _metas(node)
+        metas = _metas(node, number)
         if node.op == "placeholder":
             role = region.roles[placeholder] if region.roles else "input"
             target = region.names[placeholder] if region.names else str(node.target)
@@ -50,11 +55,11 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
                 region=region.index,
                 target="output",
                 op_class=OpClass.OTHER,
-                args=tuple(_encode(argument, index_of) for argument in node.args),
+                args=tuple(_encode(argument, index_of, number) for argument in node.args),
                 role="output",
             )
         else:
-            op = _describe_op(node, index, region.index, index_of, owner, sharers, metas)
+            op = _describe_op(node, index, region.index, index_of, owner, sharers, metas, number)
         # A list owns nothing: what it holds belongs to the item that is taken out of it, which a kernel can be given.
         if isinstance(node.meta.get("val"), torch.Tensor):
             for key in storages(node):
@@ -71,6 +76,7 @@ def _describe_op(
     owner: dict[int, int],
     sharers: Mapping[int, list[int]],
     metas: tuple[TensorMeta, ...],
+    number: _Numbers,
 ) -> OpNode:
     target = _target_name(node)
     own_storages = storages(node)
@@ -85,8 +91,8 @@ def _describe_op(
         region=region,
         target=target,
         op_class=OpClass.VIEW if is_view or target == "getitem" else _computed_class(target),
-        args=tuple(_encode(argument, index_of) for argument in node.args),
-        kwargs=tuple((name, _encode(value, index_of)) for name, value in node.kwargs.items()),
+        args=tuple(_encode(argument, index_of, number) for argument in node.args),
+        kwargs=tuple((name, _encode(value, index_of, number)) for name, value in node.kwargs.items()),
         outputs=metas,
         alias_of=owners[0] if is_alias else None,
         mutates=mutates,
@@ -109,26 +115,55 @@ def _target_name(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _metas(node: Node) -> tuple[TensorMeta, ...]:
+def tensor_metas(node: Node, symbols: symbolic_sizes.Symbols) -> tuple[TensorMeta, ...]:
+    """Return the layouts of the tensors that a node returns.
+
+    Args:
+        node: of a graph with open sizes.
+        symbols: the size of each symbol.
+    """
+    return _metas(node, _Numbers(symbols))
+
+
+class _Numbers:
+    """Turns sizes into numbers, each expression of open ones once."""
+
+    def __init__(self, symbols: symbolic_sizes.Symbols) -> None:
+        self._symbols = symbols
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, size: Any) -> Any:
+        expression = symbolic_sizes.expression_of(size)
+        if expression is size:
+            return size
+        if expression not in self._known:
+            self._known[expression] = symbolic_sizes.at_sizes(expression, self._symbols)
+        return self._known[expression]
+
+
+def _metas(node: Node, number: _Numbers) -> tuple[TensorMeta, ...]:
     return tuple(
         TensorMeta(
-            shape=tuple(map(int, value.shape)),
-            stride=tuple(map(int, value.stride())),
+            shape=tuple(int(number(size)) for size in value.shape),
+            stride=tuple(int(number(step)) for step in value.stride()),
             dtype=str(value.dtype).removeprefix("torch."),
-            offset=int(value.storage_offset()),
+            offset=int(number(value.storage_offset())),
             device=value.device.type,
         )
         for value in tensors_of(node.meta.get("val"))
     )
 
 
-def _encode(value: Any, index_of: Mapping[Node, int]) -> Arg:
+def _encode(value: Any, index_of: Mapping[Node, int], number: _Numbers) -> Arg:
     if isinstance(value, Node):
-        return Ref(index=index_of[value])
+        size = value.meta.get("val")
+        return number(size) if symbolic_sizes.is_size(size) else Ref(index=index_of[value])
+    if symbolic_sizes.is_size(value):
+        return number(value)
     if isinstance(value, list | tuple):
-        return tuple(_encode(item, index_of) for item in value)
+        return tuple(_encode(item, index_of, number) for item in value)
     if isinstance(value, dict):
-        return tuple(_encode(item, index_of) for item in value.values())
+        return tuple(_encode(item, index_of, number) for item in value.values())
     if isinstance(value, torch.dtype):
         return f"dtype:{str(value).removeprefix('torch.')}"
     if isinstance(value, torch.device):

@@ -16,7 +16,7 @@ from fusion_advisor.capture.graph.functional_form import put_numbers_in, write_o
 from fusion_advisor.capture.graph.fx_nodes import is_idle_dropout, source_of, storages, tensors_of, written_storages
 from fusion_advisor.capture.graph.outer_product import multiply_outer_products
 from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, split_bias
-from fusion_advisor.runtime.torch_internals import aten_ops, dynamo, fake_mode, fx_trace
+from fusion_advisor.runtime.torch_internals import aten_ops, dynamo, fake_mode, fx_trace, symbolic_sizes
 
 _aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphModule:
     """Trace a plain function (a kernel's reference) into the same ATen ops as a model."""
     traced = fx_trace.retrace_to_aten(function, fake_mode.fake_tensors(list(example_inputs)))
-    _let_idle_dropout_return_its_input(traced)
+    let_idle_dropout_return_its_input(traced)
     return traced
 
 
@@ -36,14 +36,15 @@ def retrace(graph_module: GraphModule) -> GraphModule:
         interpreter = torch.fx.Interpreter(graph_module)
         traced = fx_trace.retrace_to_aten(interpreter.run, dynamo.placeholder_values(graph_module))
     _refuse_untraced(traced)
-    _let_idle_dropout_return_its_input(traced)
+    let_idle_dropout_return_its_input(traced)
     _change_no_layout_in_place(traced)
     multiply_outer_products(traced)
     put_numbers_in(traced)
     write_out_of_place(traced)
-    lay_rows_out(traced)
-    lay_channels_last(traced)
-    split_bias(traced, aten_ops.adds_bias_after_convolution, is_slower_with_bias)
+    if not any(symbolic_sizes.is_symbolic(value) for value in dynamo.placeholder_values(graph_module)):  # they compare sizes
+        lay_rows_out(traced)
+        lay_channels_last(traced)
+        split_bias(traced, aten_ops.adds_bias_after_convolution, is_slower_with_bias)
     return traced
 
 
@@ -87,7 +88,7 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
             raise NotTraced(f"`{reader.name}`{where} {detail}")
 
 
-def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
+def let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
     """Give a dropout that drops nothing its input's fake tensor, and recompute ops that used its own tensor or its strides.
 
     Eager returns the input itself, so what is written to the one is written to the other. Torch's fake result is a copy, and

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError, CannotCopy, HalfWritten
-from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
 from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import Seen, holds_object, sharing, signature
 from fusion_advisor.fuse.live.counters import Fallbacks, LaunchCounter
@@ -31,6 +31,7 @@ from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
 from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, specialise
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.fuse.shapes.serve import ServedPiece, ShapeTable
 from fusion_advisor.records import Report
 from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo, module_call
 
@@ -43,10 +44,12 @@ class _Verified:
         sharing: which of its tensors share memory, where its graphs write to what they are given (a KV cache): such a call cannot
             be started over, and what it reads before a write must not lie in what is written.
         is_in_place: dynamo has handed over its graphs.
+        piece: of a range of sizes that serves it; None where it was verified by itself.
     """
 
     sharing: tuple[int, ...] | None
     is_in_place: bool = False
+    piece: ServedPiece | None = None
 
 
 class FusedModel:
@@ -95,6 +98,11 @@ class FusedModel:
         self._verified: dict[Any, _Verified] = {}
         """By signature."""
         self._unlearnable: set[Any] = set()
+        self.shapes: ShapeTable | None = None
+        self._out_of_range: dict[Any, str] = {}
+        """By signature why no piece of the ranges serves it."""
+        self._ranged: list[Any] = []
+        """Signatures that were found in the ranges."""
         self._objects: dict[int, Seen] = {}
         self._guard = ModuleGuard(model)
         self._original = module_call.original_call(model)
@@ -159,11 +167,13 @@ class FusedModel:
         objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
         verified = self._verified.get(key)
+        if verified is None and self.shapes is not None:
+            verified = self._in_range(key, args, kwargs)
         device = -1 if verified is None else _device_of(leaves)
         if device >= 0 and cuda_state.current_device_number() != device:
             with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
                 return self.dispatch(*args, **kwargs)
-        refusal = self._refusal_at_once(verified, leaves)
+        refusal = self._refusal_at_once(verified, leaves, self._out_of_range.get(key))
         if refusal is None:
             assert verified is not None  # any other is refused
             call = verified
@@ -197,6 +207,8 @@ class FusedModel:
         return self._original(*args, **kwargs)
 
     def _run_compiled(self, verified: _Verified, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if verified.piece is not None:
+            return verified.piece.call(*args, **kwargs)
         if verified.is_in_place:
             return self._compiled(*args, **kwargs)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
@@ -208,7 +220,7 @@ class FusedModel:
             self._fallbacks.add("dynamo did not hand over the graphs that were verified")
         return result
 
-    def _refusal_at_once(self, verified: _Verified | None, leaves: Sequence[torch.Tensor]) -> str | None:
+    def _refusal_at_once(self, verified: _Verified | None, leaves: Sequence[torch.Tensor], why_not: str | None) -> str | None:
         """Say why nothing may be launched for a call, or None; what a launch in vain would not hurt is asked after it."""
         if self._is_broken:
             return "a value inside the model was laid out differently than when it was verified"
@@ -221,7 +233,7 @@ class FusedModel:
         if any(type(leaf) is not torch.Tensor and dispatcher.sees_its_ops(type(leaf)) for leaf in leaves):
             return _OWN_OPS
         if verified is None:
-            return self._guard.change() or _UNSEEN
+            return self._guard.change() or why_not or _UNSEEN
         if verified.sharing is not None and sharing(leaves) != verified.sharing:
             return "its inputs share memory in another way than those that were verified, and the model writes to them"
         return None
@@ -238,6 +250,41 @@ class FusedModel:
         return self._launches.count
 
     # ------------------------------------------------------------------ other shapes
+
+    def serve(self, table: ShapeTable) -> None:
+        """Serve ranges of sizes from now on.
+
+        Args:
+            table: pieces of the ranges with their graphs.
+        """
+        self.shapes = table
+        self._launches.include(table.modules)
+        for piece in table.pieces:
+            piece.start(self._graphed if self.graphs is not None else None, self._rewritten.other)
+            self._guard.watch(piece.code)
+
+    def _graphed(self, module: GraphModule, names: tuple[str, ...]) -> Callable[..., Any]:
+        assert self.graphs is not None
+        return GraphedRegion(module, names, self.graphs)
+
+    def _in_range(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Verified | None:
+        """Look a call up in the ranges, once for each signature."""
+        assert self.shapes is not None
+        if key in self._out_of_range:
+            return None
+        found = self.shapes.find(args, kwargs)
+        if isinstance(found, str):
+            if len(self._out_of_range) >= _MOST_REMEMBERED:
+                self._out_of_range.clear()
+            self._out_of_range[key] = found
+            return None
+        if len(self._ranged) >= _MOST_REMEMBERED:
+            for old in self._ranged:
+                self._verified.pop(old, None)
+            self._ranged.clear()
+        self._ranged.append(key)
+        verified = self._verified[key] = _Verified(None, is_in_place=True, piece=found)
+        return verified
 
     def specialize(self, *args: Any, **kwargs: Any) -> Specialised | None:
         """Make the kept kernels serve another call too: captured, bound to its sizes and checked, not tuned or timed again.
@@ -364,6 +411,7 @@ class _Refused(Exception):
         self.reason = reason
 
 
+_MOST_REMEMBERED = 4096
 _MODE = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
 _OWN_OPS = "an input is of a tensor class that handles its ops by itself (__torch_function__ or __torch_dispatch__)"
 _UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"

@@ -30,6 +30,9 @@ class RewrittenGraph:
     is_whole: bool
 
 
+_NOT_VERIFIED = "dynamo captured a graph that was not verified (something in the model changed)"
+
+
 class GraphTable:
     """The rewritten graphs of a fused model, by the code and the input layouts of the graphs that they replace."""
 
@@ -80,13 +83,19 @@ class GraphTable:
 
     def backend(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Return the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
-        self._fake_modes += dynamo.fake_modes_of(graph_module)
         found = self._by_code.get((_code_of(graph_module), _input_layouts(example_inputs)))
         if found is None:
-            self._fallbacks.add("dynamo captured a graph that was not verified (something in the model changed)")
-            return graph_module.forward if self._graphs is None else self._graphs.other(graph_module.forward)
+            return self.other(graph_module, example_inputs)
+        self._fake_modes += dynamo.fake_modes_of(graph_module)
         self.handed_over += 1
         return self._runner(found)
+
+    def other(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Return dynamo's own graph for one that it traced where a piece of a range was to serve: the model has changed."""
+        self._fake_modes += dynamo.fake_modes_of(graph_module)
+        del example_inputs
+        self._fallbacks.add(_NOT_VERIFIED)
+        return graph_module.forward if self._graphs is None else self._graphs.other(graph_module.forward)
 
     def _runner(self, graph: RewrittenGraph) -> Callable[..., Any]:
         if self._graphs is None:

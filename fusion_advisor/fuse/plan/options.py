@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from fusion_advisor.errors import UsageError
+from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
 from fusion_advisor.records import Bandwidth, Tolerance
 
 BASELINES = ("eager", "compile", "both")
@@ -157,6 +158,9 @@ class ApplyOptions(ProfileOptions):
             timing decides anything, and a step that is slower than eager is not reverted. For tests of numbers, not for speed.
         dynamic: ``off``: a call of an unseen shape runs the original ops. ``on_first_use``: it does once, and the kept kernels
             are bound to its sizes for the calls after it (up to eight such shapes; ``specialize`` adds any number).
+        shapes: Ranges of sizes that the fused model serves, from :func:`fusion_advisor.fuse.plan.size_ranges.read_shapes`;
+            None: calls of the example's shapes alone.
+        shape_points: Sizes at which rewrites of the ranges are decided, in the order of the ranges; empty: chosen for each piece.
         effort: ``quick``: rewrites are chosen by their own times, and the step is timed for a moment, with all of them against
             none and without A/A. ``thorough``: each is timed in the step by itself, whatever its own times say, for longer.
         remembers: Put in what an earlier run on this machine kept for the same model, call, options and versions: its kernels are
@@ -176,6 +180,8 @@ class ApplyOptions(ProfileOptions):
     graph: bool = True
     graph_outputs: Literal["clone", "static"] = "clone"
     dynamic: Literal["off", "on_first_use"] = "off"
+    shapes: ShapeRequest | None = None
+    shape_points: tuple[tuple[int, ...], ...] = ()
     keep: Literal["paying", "verified"] = "paying"
     effort: Effort = "usual"
     remembers: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,20 @@ def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
     assert callable(node.target)
     with torch.no_grad(), mode:
         return node.target(*args, **kwargs)
+
+
+def propagate(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Give each node of a graph the fake tensors that it returns on inputs of these layouts (``meta["val"]``).
+
+    Args:
+        graph_module: of ATen ops.
+        inputs: real tensors and numbers.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    with torch.no_grad():
+        FakeTensorProp(graph_module, FakeTensorMode()).propagate(*inputs)
 
 
 def forget_real_tensors(modes: Iterable[Any]) -> None:

@@ -1,0 +1,242 @@
+"""One graph for all sizes of a range: dynamo keeps the dims that vary open and says what it took for granted of them.
+
+The graph is traced once, on a call of some size. What was assumed of the sizes (a branch on the length, a table that ends) stands
+in its guards. ``at_sizes`` makes of it the graph of one size, node for node: chains are found and lowered there, and a chain's
+ops have the same numbers at every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion_advisor.capture.graph.retrace import let_idle_dropout_return_its_input
+from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run, capture_regions
+from fusion_advisor.errors import CannotCapture
+from fusion_advisor.runtime.call_tensors import copied, tensors_in
+from fusion_advisor.runtime.torch_internals import fake_mode, symbolic_sizes
+
+Dims = Mapping[str, tuple[str, ...]]
+"""By path of a tensor of the call (``input_ids``, ``args.0``) the name of each of its dims; an empty name is a fixed dim."""
+Sizes = Mapping[str, int]
+"""By name of a dim its size."""
+
+
+class OneSizeOnly(Exception):
+    """A capture that serves one size alone; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCapture:
+    """A call's graph with open sizes.
+
+    Attributes:
+        live: the capture, of one region.
+        sizes: of the call that was traced.
+        names: the name of the dim that each of dynamo's symbols is the size of.
+        guards: expressions that must be true of the sizes.
+        environment: dynamo's, where every symbol lives; None where all sizes are fixed.
+    """
+
+    live: LiveCapture
+    sizes: Sizes
+    names: Mapping[Any, str]
+    guards: tuple[Any, ...]
+    environment: Any
+
+    @property
+    def region(self) -> Region:
+        """The one region."""
+        return self.live.regions[0]
+
+    def symbols(self, sizes: Sizes) -> dict[Any, int]:
+        """Return the size of each of dynamo's symbols."""
+        return {symbol: sizes[name] for symbol, name in self.names.items()}
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether all that dynamo took for granted is true of other sizes."""
+        symbols = self.symbols(sizes)
+        return all(symbolic_sizes.at_sizes(guard, symbols) for guard in self.guards)
+
+    def places(self) -> dict[str, Node]:
+        """Return the graph input that each open dim's size comes in."""
+        found: dict[str, Node] = {}
+        for node in self.region.graph.graph.nodes:
+            symbol = symbolic_sizes.symbol_of(node.meta.get("val")) if node.op == "placeholder" else None
+            if symbol in self.names:
+                found.setdefault(self.names[symbol], node)
+        return found
+
+
+def call_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a call by path: ``input_ids``, ``args.0``."""
+    found = dict(tensors_in("args", list(args)))
+    for name, value in kwargs.items():
+        found.update(tensors_in(name, value))
+    return found
+
+
+def sizes_of(tensors: Mapping[str, torch.Tensor], dims: Dims) -> dict[str, int] | None:
+    """Return the size of each named dim of a call; None where tensors disagree or one has another rank."""
+    found: dict[str, int] = {}
+    for path, names in dims.items():
+        tensor = tensors.get(path)
+        if tensor is None or tensor.dim() != len(names):
+            return None
+        for name, size in zip(names, tensor.shape, strict=True):
+            if name and found.setdefault(name, size) != size:
+                return None
+    return found
+
+
+def capture_open(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims, *, model_id: str = "model"
+) -> OpenCapture:
+    """Capture a call with the named dims of its tensors open, those of size 1 excepted.
+
+    Args:
+        model: called as ``model(*args, **kwargs)``.
+        args: of a call whose open dims are of size 2 or more.
+        kwargs: of the same call.
+        dims: names of the dims.
+        model_id: for errors.
+
+    Raises:
+        OneSizeOnly: the model fixes a size, the call is several graphs, or it writes to what it is given.
+        CannotCapture: dynamo captured nothing.
+    """
+    args, kwargs = copied((args, dict(kwargs)), lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+    tensors = call_tensors(args, kwargs)
+    sizes = sizes_of(tensors, dims)
+    if sizes is None:
+        raise OneSizeOnly("tensors of the call disagree on the size of a dim")
+    for path, names in dims.items():
+        symbolic_sizes.leave_open(tensors[path], [n for n, name in enumerate(names) if name and tensors[path].shape[n] > 1])
+    try:
+        live = capture_regions(model, args, kwargs, model_id=model_id, with_lines=False)
+    except CannotCapture as error:
+        raise _one_size(error) from error
+    except Exception as error:
+        why = symbolic_sizes.why_fixed(error)
+        if why is None:
+            raise
+        raise OneSizeOnly(why) from error
+    if not live.is_whole():
+        raise OneSizeOnly(f"the call is {len(live.in_order())} graphs, and its Python between them may look at sizes")
+    if live.written.tensors or live.written.made:
+        raise OneSizeOnly("the call writes to tensors that it is given")
+    return _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
+
+
+def _one_size(error: CannotCapture) -> Exception:
+    cause = error.__cause__
+    why = symbolic_sizes.why_fixed(cause) if isinstance(cause, Exception) else None
+    return error if why is None else OneSizeOnly(why)
+
+
+def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]) -> OpenCapture:
+    """Say which dim each symbol is the size of.
+
+    Raises:
+        OneSizeOnly: a dim has become a number, or a symbol is no dim's size.
+    """
+    region = live.regions[0]
+    names: dict[Any, str] = {}
+    inputs = [node for node in region.graph.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in inputs]
+    for value, given in zip(values, region.example_args, strict=True):
+        path = paths.get(id(given))
+        if path is None or not isinstance(value, torch.Tensor):
+            continue
+        for name, size in zip(dims.get(path, ()), value.shape, strict=False):
+            symbol = symbolic_sizes.symbol_of(size)
+            if symbol is not None and names.setdefault(symbol, name) != name:
+                raise OneSizeOnly(f"the model takes {names[symbol]} and {name} for one size")
+            if symbol is None and name and sizes[name] > 1:
+                raise OneSizeOnly(f"the model fixes {name} to {sizes[name]}")
+    for value in values:
+        symbol = symbolic_sizes.symbol_of(value)
+        if symbol is not None and symbol not in names:
+            raise OneSizeOnly(f"a size of the graph ({symbol}) is the size of no dim that may vary")
+    environment = symbolic_sizes.environment_of([value for value in values if value is not None])
+    guards = () if environment is None else _on_named(symbolic_sizes.guards_of(environment), environment, names)
+    return OpenCapture(live=live, sizes=dict(sizes), names=names, guards=guards, environment=environment)
+
+
+def _on_named(guards: Sequence[Any], environment: Any, names: Mapping[Any, str]) -> tuple[Any, ...]:
+    """Return the guards in symbols that have a name: dynamo notes those of equal sizes on symbols that it then replaces.
+
+    Raises:
+        OneSizeOnly: a guard is on something else.
+    """
+    found = []
+    for assumed in guards:
+        guard = assumed.xreplace(environment.replacements)
+        if guard in (True, False) or (guard.is_Boolean and not guard.free_symbols):
+            continue
+        if not guard.free_symbols <= set(names):
+            raise OneSizeOnly(f"what it takes for granted ({guard}) is on more than the sizes that may vary")
+        found.append(guard)
+    return tuple(dict.fromkeys(found))
+
+
+def concrete(opened: OpenCapture, example_args: Sequence[Any]) -> LiveCapture:
+    """Return the graph of one size: the same nodes in the same order, with numbers where sizes were open.
+
+    Args:
+        opened: the graph.
+        example_args: what the region is called with at that size.
+    """
+    region = opened.region
+    graph = Graph()
+    values: dict[Node, Any] = {}
+    copies: dict[Node, Node] = {}
+    numbers = _numbers_of(opened, region, example_args)
+
+    def fixed(value: Any) -> Any:
+        expression = symbolic_sizes.expression_of(value)
+        return value if expression is value else symbolic_sizes.at_sizes(expression, numbers)
+
+    for node in region.graph.graph.nodes:
+        copy = graph.node_copy(node, copies.__getitem__)
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            values[node] = fixed(value)
+        copies[node] = copy
+    for node, copy in copies.items():
+        copy.args = _replaced(node.args, copies, values, fixed)
+        copy.kwargs = _replaced(node.kwargs, copies, values, fixed)
+    module = GraphModule(region.graph, graph, class_name="RegionOfOneSize")
+    fake_mode.propagate(module, example_args)
+    let_idle_dropout_return_its_input(module)
+    one = replace(region, graph=module, original=module, example_args=tuple(example_args), route=None)
+    return LiveCapture(regions=[one], runs=[Run(0, tuple(example_args))], written=opened.live.written)
+
+
+def _numbers_of(opened: OpenCapture, region: Region, example_args: Sequence[Any]) -> dict[Any, int]:
+    found: dict[Any, int] = {}
+    inputs = [node for node in region.graph.graph.nodes if node.op == "placeholder"]
+    for node, given in zip(inputs, example_args, strict=True):
+        value = node.meta.get("val")
+        sizes = zip(value.shape, given.shape, strict=True) if isinstance(value, torch.Tensor) else [(value, given)]
+        for open_size, size in sizes:
+            symbol = symbolic_sizes.symbol_of(open_size)
+            if symbol in opened.names:
+                found[symbol] = int(size)
+    return found
+
+
+def _replaced(value: Any, copies: Mapping[Node, Node], numbers: Mapping[Node, Any], fixed: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Node):
+        return numbers[value] if value in numbers else copies[value]
+    if isinstance(value, tuple | list):
+        return type(value)([_replaced(item, copies, numbers, fixed) for item in value])
+    if isinstance(value, dict):
+        return {name: _replaced(item, copies, numbers, fixed) for name, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_replaced(one, copies, numbers, fixed) for one in (value.start, value.stop, value.step)))
+    return fixed(value)

@@ -1,0 +1,140 @@
+"""Splits ranges of sizes into pieces that one graph serves each.
+
+Dynamo takes a size of 1 for a constant, so that a range that begins at 1 has a piece of its own for it. What else a model assumes
+of its sizes (a branch on the length, a table that ends) are the guards of its graph: the largest box of sizes around the traced
+call in which they hold is a piece, and what is left of the range is traced again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+
+from fusion_advisor.capture.graph.open_sizes import OneSizeOnly, OpenCapture
+from fusion_advisor.records import SizeRange
+
+MOST_PIECES = 12
+"""Captures of one model; a model with more cases is no model of any size."""
+_LARGEST_SAMPLE = 64
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
+
+Box = tuple[SizeRange, ...]
+Capture = Callable[[dict[str, int]], OpenCapture]
+"""Captures the call at some sizes, open ones of 2 and more. Raises OneSizeOnly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Sizes that one graph serves.
+
+    Attributes:
+        box: the ranges.
+        opened: the graph; None where the original ops run.
+        refusal: why they do.
+    """
+
+    box: Box
+    opened: OpenCapture | None = None
+    refusal: str = ""
+
+
+def find_pieces(ranges: Sequence[SizeRange], capture: Capture) -> list[Piece]:
+    """Capture a call as often as its sizes make other graphs of it.
+
+    Args:
+        ranges: of all sizes.
+        capture: at some sizes.
+    """
+    waiting = list(_by_ones(ranges))
+    found: list[Piece] = []
+    while waiting:
+        box = waiting.pop(0)
+        if len(found) >= MOST_PIECES:
+            found.append(Piece(box=box, refusal=f"the model makes more than {MOST_PIECES} graphs of these ranges"))
+            continue
+        sample = sample_of(box)
+        try:
+            opened = capture(sample)
+        except OneSizeOnly as error:
+            found.append(Piece(box=box, refusal=str(error)))
+            continue
+        own = _largest_box(box, sample, opened)
+        if own is None:
+            found.append(Piece(box=box, refusal="what the model assumes of its sizes holds for no range around one of them"))
+            continue
+        found.append(Piece(box=own, opened=opened))
+        waiting += _rest(box, own)
+    return found
+
+
+def _by_ones(ranges: Sequence[SizeRange]) -> Iterator[Box]:
+    """Yield boxes in which no range holds both 1 and more."""
+    halves = []
+    for one in ranges:
+        mine = [replace(one, most=1)] if one.least == 1 else []
+        mine += [replace(one, least=max(one.least, 2))] if one.most > 1 else []
+        halves.append(list(reversed(mine)))
+    yield from itertools.product(*halves)
+
+
+def sample_of(box: Box) -> dict[str, int]:
+    """Return sizes in a box at which to trace: different primes where it has some, of a moderate size."""
+    found: dict[str, int] = {}
+    for one in box:
+        middle = isqrt(one.least * min(one.most, max(one.least, _LARGEST_SAMPLE)))
+        free = [prime for prime in _PRIMES if one.holds(prime) and prime not in found.values()]
+        found[one.name] = min(free, key=lambda prime: abs(prime - middle)) if free else min(max(middle, one.least), one.most)
+    return found
+
+
+def _largest_box(box: Box, sample: dict[str, int], opened: OpenCapture) -> Box | None:
+    """Widen the traced call's sizes, one dim after the other, as far as the guards hold; None where they do not in between."""
+    own = {one.name: SizeRange(name=one.name, least=sample[one.name], most=sample[one.name]) for one in box}
+
+    def holds(name: str, size: int) -> bool:
+        corners = itertools.product(*({one.least, one.most} if one.name != name else {size} for one in own.values()))
+        return all(opened.holds(dict(zip(own, sizes, strict=True))) for sizes in corners)
+
+    for one in box:
+        least = _furthest(sample[one.name], one.least, lambda size, name=one.name: holds(name, size))  # type: ignore[misc]
+        most = _furthest(sample[one.name], one.most, lambda size, name=one.name: holds(name, size))  # type: ignore[misc]
+        own[one.name] = SizeRange(name=one.name, least=least, most=most)
+    inside = [sorted({*range(one.least, min(one.least + 9, one.most) + 1), *_spread(one)}) for one in own.values()]
+    points = itertools.islice(itertools.product(*inside), 4096)
+    if not all(opened.holds(dict(zip(own, sizes, strict=True))) for sizes in points):
+        return None
+    return tuple(own.values())
+
+
+def _spread(one: SizeRange) -> set[int]:
+    return {one.least + (one.most - one.least) * step // 16 for step in range(17)}
+
+
+def _furthest(start: int, end: int, holds: Callable[[int], bool]) -> int:
+    """Return the size nearest to ``end`` up to which something holds from ``start`` on, by bisection."""
+    if holds(end):
+        return end
+    good, bad = start, end
+    while abs(bad - good) > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if holds(middle) else (good, middle)
+    return good
+
+
+def _rest(box: Box, own: Box) -> list[Box]:
+    """Return boxes that make up what is left of a box without another that lies in it."""
+    left: list[Box] = []
+    inner = list(box)
+    for place, (whole, part) in enumerate(zip(box, own, strict=True)):
+        for least, most in ((whole.least, part.least - 1), (part.most + 1, whole.most)):
+            if least <= most:
+                left.append((*inner[:place], SizeRange(name=whole.name, least=least, most=most), *inner[place + 1 :]))
+        inner[place] = part
+    return left
+
+
+def contains(box: Box, sizes: dict[str, int]) -> bool:
+    """Whether sizes lie in a box."""
+    return all(one.holds(sizes[one.name]) for one in box)

@@ -1,0 +1,169 @@
+"""Serves calls of any size in a range: which piece a call belongs to, and which rewrites run there.
+
+Everything about the call but its open dims must be as it was in the example: names, dtypes, devices, other sizes, plain values.
+Open tensors must be contiguous. A call is looked at once for each exact shape; the fused model keeps the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusion_advisor.capture.graph.open_sizes import Dims, Sizes, call_tensors, sizes_of
+from fusion_advisor.capture.graph.tracer import DynamoCall, Route
+from fusion_advisor.fuse.shapes.pieces import Box, contains
+from fusion_advisor.records import SizeRange
+from fusion_advisor.runtime.call_tensors import copied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What runs near one point of a piece.
+
+    Attributes:
+        sizes: of the point.
+        module: the piece's graph with the rewrites that stay there; None: the original ops.
+        reason: why the original ops run.
+    """
+
+    sizes: Sizes
+    module: GraphModule | None
+    reason: str = ""
+
+    def distance(self, sizes: Sizes) -> float:
+        """Return how far other sizes are: by their product first (what a kernel moves), then by each."""
+        volume, own = math.prod(sizes.values()), math.prod(self.sizes.values())
+        each = sum(abs(math.log(sizes[name] / size)) for name, size in self.sizes.items())
+        return abs(math.log(volume / own)) + 0.1 * each
+
+
+Wrap = Callable[[GraphModule, tuple[str, ...]], Callable[..., Any]]
+
+
+@dataclass(slots=True, eq=False)
+class ServedPiece:
+    """A piece in service.
+
+    Attributes:
+        box: its sizes.
+        compiled: the model's call as dynamo compiled it for the piece; None where the original ops run.
+        route: what that call runs in place of the graph.
+        slots: which of the graph's inputs are the sizes, by name.
+        points: what runs near which sizes.
+        names: of the graph's inputs.
+        refusal: why the original ops run.
+        code: of every function that dynamo looked through.
+    """
+
+    box: Box
+    compiled: DynamoCall | None
+    route: Route | None
+    slots: Mapping[str, int]
+    points: tuple[Served, ...]
+    names: tuple[str, ...] = ()
+    refusal: str = ""
+    code: tuple[CodeType, ...] = ()
+    _wrap: Wrap | None = None
+    _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
+
+    def at(self, sizes: Sizes) -> Served:
+        """Return what runs at some sizes."""
+        return min(self.points, key=lambda point: point.distance(sizes))
+
+    def start(self, wrap: Wrap | None, other: Callable[..., Any]) -> None:
+        """Let the compiled call run the rewritten graphs.
+
+        Args:
+            wrap: makes of a graph what is called for one exact shape: it may be recorded as a CUDA graph. None: it is called.
+            other: the backend for graphs that dynamo traces where its guards no longer hold.
+        """
+        self._wrap = wrap
+        self._runners.clear()
+        if self.compiled is not None and self.route is not None:
+            self.route.forward, self.compiled.later = self.forward, other
+
+    def forward(self, *args: Any) -> Any:
+        """Run the graph of the piece."""
+        key = tuple(args[slot] for slot in self.slots.values())
+        run = self._runners.get(key)
+        if run is None:
+            fixed = {one.name: one.least for one in self.box}
+            served = self.at({**fixed, **dict(zip(self.slots, key, strict=True))})
+            assert served.module is not None  # `find` sends such a call to the original ops
+            if len(self._runners) >= _MOST_RUNNERS:
+                self._runners.clear()
+            run = served.module.forward if self._wrap is None else self._wrap(served.module, self.names)
+            self._runners[key] = run
+        return run(*args)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model through dynamo's guards."""
+        assert self.compiled is not None
+        return self.compiled.call(*args, **kwargs)
+
+
+_MOST_RUNNERS = 1024
+
+
+class ShapeTable:
+    """All pieces of one fused model.
+
+    Attributes:
+        pieces: in the order of the report.
+    """
+
+    def __init__(self, ranges: Sequence[SizeRange], dims: Dims, pieces: Sequence[ServedPiece], example: Any) -> None:
+        """Remember what must be equal in each call.
+
+        Args:
+            ranges: of all sizes.
+            dims: names of the call's dims.
+            pieces: that make up the ranges.
+            example: (args, kwargs) of one call.
+        """
+        self.ranges = tuple(ranges)
+        self.pieces = tuple(pieces)
+        self._dims = dims
+        self._like = self._pattern(*example)
+
+    @property
+    def modules(self) -> list[GraphModule]:
+        """All rewritten graphs, each once."""
+        found = [point.module for piece in self.pieces for point in piece.points if point.module is not None]
+        return list({id(module): module for module in found}.values())
+
+    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ServedPiece | str:
+        """Return the piece that serves a call, or why the original ops run."""
+        sizes = sizes_of(call_tensors(args, kwargs), self._dims)
+        if sizes is None or self._pattern(args, kwargs) != self._like:
+            return ""
+        outside = [one for one in self.ranges if not one.holds(sizes[one.name])]
+        if outside:
+            return f"{outside[0].name} is outside of {outside[0].text}"
+        piece = next((one for one in self.pieces if contains(one.box, sizes)), None)
+        if piece is None or piece.refusal:
+            return piece.refusal if piece is not None else "its sizes are in no piece of the ranges"
+        served = piece.at(sizes)
+        return piece if served.module is not None else served.reason
+
+    def _pattern(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what is equal for all calls that are served: everything but the open sizes."""
+        paths = {id(tensor): path for path, tensor in call_tensors(args, kwargs).items()}
+
+        def key(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return (type(leaf), float.hex(leaf) if isinstance(leaf, float) else leaf)
+            names = self._dims.get(paths.get(id(leaf), ""))
+            if names is None:
+                return (leaf.shape, leaf.dtype, leaf.device, leaf.stride())
+            fixed = tuple(None if name else size for name, size in zip(names, leaf.shape, strict=False))
+            return (fixed, leaf.dtype, leaf.device, leaf.is_contiguous())
+
+        positional, named = copied((tuple(args), dict(kwargs)), key)
+        return (positional, tuple(sorted(named.items())))

@@ -1,0 +1,186 @@
+"""Kept fusions at any sizes of a piece: one compiled kernel each, its numbers polynomials in the sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fusion_advisor.capture.graph.op_records import describe, tensor_metas
+from fusion_advisor.capture.graph.open_sizes import OpenCapture, Sizes
+from fusion_advisor.codegen.common.interface import BuiltKernel
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.fuse.decide.session import BuiltFusion
+from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, SiteRewrite, fused_call, rewrite_region
+from fusion_advisor.fuse.rewrite.sized_call import sized_call
+from fusion_advisor.fuse.shapes.pieces import Piece
+from fusion_advisor.ir.operand_names import named_like
+from fusion_advisor.ir.program import Program
+from fusion_advisor.ir.sized_program import NoOneProgram, Point, SizedProgram, fit, points_for
+from fusion_advisor.lowering.lower import Lowered, lower
+from fusion_advisor.records import OpNode, TensorMeta
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
+
+
+class LooksAtSizes(Exception):
+    """A graph pass that took one size for all; the text is its id."""
+
+
+class Workpiece:
+    """A piece's graph, its records at any sizes, and the kernels that were fitted to it.
+
+    Attributes:
+        names: of the dims that are open, in the order of sizes everywhere below.
+    """
+
+    def __init__(self, piece: Piece) -> None:
+        assert piece.opened is not None
+        self.piece = piece
+        self.opened: OpenCapture = piece.opened
+        places = self.opened.places()
+        self.names = tuple(one.name for one in piece.box if one.name in places)
+        self.fixed = {one.name: one.least for one in piece.box if one.name not in places}
+        ops, self.index_of = describe(self.opened.region, symbols=self.opened.symbols(self.opened.sizes))
+        self.ops: Sequence[OpNode] = ops
+        self._nodes = {index: node for node, index in self.index_of.items()}
+        self.places = tuple(self.index_of[places[name]] for name in self.names)
+        """Op indices of the graph inputs that the sizes come in."""
+        values, off_grid = points_for({one.name: (one.least, one.most) for one in piece.box if one.name in self.names})
+        self._grid = values, off_grid
+        self._records: dict[Point, list[OpNode]] = {}
+        self._fitted: dict[Any, SizedProgram] = {}
+
+    def sizes(self, point: Point) -> Sizes:
+        """Return the size of every dim."""
+        return {**dict(zip(self.names, point, strict=True)), **self.fixed}
+
+    def records(self, point: Point) -> list[OpNode]:
+        """Return the graph's records at some sizes; those of the grid are kept."""
+        if point not in self._records:
+            self._records[point] = describe(self.opened.region, symbols=self.opened.symbols(self.sizes(point)))[0]
+        return self._records[point]
+
+    def forget_records(self) -> None:
+        """Drop the records of the grid: every fusion has been fitted."""
+        self._records.clear()
+
+    def metas(self, indices: Sequence[int], point: Point) -> list[TensorMeta]:
+        """Return the layouts of some ops' results at some sizes."""
+        symbols = self.opened.symbols(self.sizes(point))
+        return [tensor_metas(self._nodes[index], symbols)[0] for index in indices]
+
+    def layout_of(self, indices: Sequence[int]) -> tuple[Any, ...]:
+        """Return what is equal for ops whose results have one layout at all sizes."""
+        found = []
+        for index in indices:
+            value = self._nodes[index].meta["val"]
+            sizes = (*value.shape, *value.stride(), value.storage_offset())
+            found.append((value.dtype, tuple(map(symbolic_sizes.expression_of, sizes))))
+        return tuple(found)
+
+    def fitted(self, members: Sequence[int], outputs: Sequence[int], *, model: Program) -> SizedProgram:
+        """Return a chain's program as a function of the sizes.
+
+        Args:
+            members: op indices of its first site.
+            outputs: likewise.
+            model: the program that its kernel was rendered for.
+
+        Raises:
+            NoOneProgram: it is another program at some sizes.
+        """
+        key = (tuple(members), tuple(outputs))
+        if key not in self._fitted:
+
+            def program_at(point: Point) -> Program:
+                return lower(self.records(point), members, outputs, is_exact=model.is_exact).program
+
+            self._fitted[key] = fit(*self._grid, program_at)
+        found = self._fitted[key]
+        return replace(found, example=named_like(found.example, model))
+
+
+def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
+    """Return a fusion whose sites serve every size of a piece.
+
+    Args:
+        work: the piece.
+        fusion: as it was built and checked at one point of it.
+
+    Raises:
+        NoOneProgram: its kernel serves some sizes alone.
+    """
+    if any(work.ops[index].mutates for site in fusion.planned.sites for index in site.outputs):
+        raise NoOneProgram("it writes to a tensor that it is given")
+    first = fusion.planned.sites[0]
+    program = work.fitted(fusion.planned.chain.sites[0].op_indices, first.outputs, model=fusion.planned.program)
+    _require_one_kernel(fusion, program, work)
+    calls: dict[Any, Callable[..., Any]] = {}
+    sites = []
+    for site, lowered in zip(fusion.planned.chain.sites, fusion.planned.sites, strict=True):
+        key = work.layout_of((*lowered.given, *lowered.outputs))
+        if key not in calls:
+            bind = functools.partial(_bound, work, fusion.kernel.name, fusion.built, program, lowered)
+            calls[key] = sized_call(fusion.kernel.name, len(work.names), bind)
+        sites.append(
+            SiteRewrite(
+                fusion_id=fusion.planned.id, members=site.op_indices, inputs=(*work.places, *lowered.given),
+                outputs=lowered.outputs, call=calls[key],
+            )
+        )  # fmt: skip
+    return replace(fusion, sites=tuple(sites))
+
+
+def _bound(
+    work: Workpiece, name: str, kernel: BuiltKernel, program: SizedProgram, lowered: Lowered, point: Point
+) -> Callable[..., Any]:
+    launch = kernel.bind(program.at(point))
+    return fused_call(name, launch, work.metas(lowered.given, point), work.metas(lowered.outputs, point))
+
+
+def _require_one_kernel(fusion: BuiltFusion, program: SizedProgram, work: Workpiece) -> None:
+    """Refuse a kernel that is written in another form at the ends of the piece (rows that are walked in parts).
+
+    Raises:
+        NoOneProgram: with the sizes.
+    """
+    ends = [tuple(getattr(one, end) for one in work.piece.box if one.name in work.names) for end in ("least", "most")]
+    maker = backend_named(fusion.kernel.backend)
+    for point in ends:
+        rendered = maker.render(
+            program.at(point), fusion.planned.header, tuning=fusion.kernel.parameters, fast_math=fusion.kernel.fast_math
+        )
+        if rendered.entry != fusion.kernel.name:
+            raise NoOneProgram(f"at {point} it takes a kernel of another form")
+
+
+def build(work: Workpiece, fusions: Sequence[BuiltFusion], passes: Sequence[str]) -> GraphModule:
+    """Return a piece's graph with rewrites in it.
+
+    Args:
+        work: the piece.
+        fusions: from :func:`sized`.
+        passes: ids of graph passes.
+
+    Raises:
+        LooksAtSizes: a pass asked dynamo for the number that stands for an open size; this graph must not be used any more.
+    """
+    sites = [site for fusion in fusions for site in fusion.sites]
+    watched = [_watching(name, PASSES[name].apply, work.opened.environment) for name in PASSES if name in passes]
+    module, _ = rewrite_region(work.opened.region, work.index_of, sites, watched)
+    return module
+
+
+def _watching(name: str, apply: GraphPass, environment: Any) -> GraphPass:
+    def run(graph: Any, region: Any, constants: dict[str, Any]) -> int:
+        before = None if environment is None else symbolic_sizes.assumption_count(environment)
+        changed = apply(graph, region, constants)
+        if environment is not None and symbolic_sizes.assumption_count(environment) != before:
+            raise LooksAtSizes(name)
+        return changed
+
+    return run

@@ -1,0 +1,68 @@
+"""Ranges of sizes that one plan serves: their pieces, and what was measured at points of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion_advisor.records.run import Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeRange:
+    """The sizes that a named dim of the inputs may have."""
+
+    name: str
+    """``batch``, ``seq`` …"""
+    least: int
+    most: int
+
+    def holds(self, size: int) -> bool:
+        """Whether a size lies in it."""
+        return self.least <= size <= self.most
+
+    @property
+    def text(self) -> str:
+        """``batch=1..16``; ``batch=1`` where there is one size."""
+        return f"{self.name}={self.least}" if self.least == self.most else f"{self.name}={self.least}..{self.most}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapePoint:
+    """What stays near one point of a piece, and the step's times there."""
+
+    sizes: tuple[tuple[str, int], ...]
+    """Of each dim that may vary."""
+    rewrites: tuple[str, ...] = ()
+    """Kernels and ids of graph passes that stay."""
+    dropped: tuple[tuple[str, str], ...] = ()
+    """What paid here and cannot serve a range, with the reason."""
+    eager: Timing | None = None
+    """The original step; None where nothing was timed."""
+    ours: Timing | None = None
+    rel_l2: float | None = None
+    """Relative L2 error of the outputs against the oracle."""
+    eager_rel_l2: float | None = None
+    reason: str = ""
+    """Why the original ops run near this point; empty where rewrites do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapePiece:
+    """A part of the ranges that one graph serves."""
+
+    ranges: tuple[SizeRange, ...]
+    points: tuple[ShapePoint, ...] = ()
+    refusal: str = ""
+    """Why the original ops run in all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeRanges:
+    """Everything about ``--shapes``."""
+
+    asked: tuple[SizeRange, ...]
+    dims: tuple[tuple[str, tuple[str, ...]], ...]
+    """By path of each tensor the names of its dims; empty names are fixed dims."""
+    pieces: tuple[ShapePiece, ...]
+    seconds: float = 0.0
+    """What tracing, deciding and building took."""

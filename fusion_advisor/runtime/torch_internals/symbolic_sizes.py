@@ -1,0 +1,99 @@
+"""Symbolic sizes: tensors whose dims dynamo keeps open, and what their expressions and guards say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # torch needs it
+import torch
+
+Expression = Any
+"""A sympy expression; equal ones compare equal and hash alike."""
+Symbols = Mapping[Any, int]
+"""The size that each of dynamo's symbols stands for."""
+
+
+def leave_open(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """Let dynamo keep dims of a tensor open when it next traces a call with this very tensor.
+
+    Dynamo refuses the trace where the model fixes one of them; it takes a size of 1 as fixed, so these are not marked.
+    """
+    for dim in dims:
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def expression_of(size: Any) -> Expression:
+    """Return what a size is in dynamo's symbols; a number for one that is fixed."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def symbol_of(size: Any) -> Expression | None:
+    """Return the symbol that a size is, by itself; None where it is a number or computed from symbols."""
+    found = expression_of(size)
+    return found if getattr(found, "is_symbol", False) else None
+
+
+def is_size(value: object) -> bool:
+    """Whether a value is an open size, or computed from some."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether a value is a size, or a tensor with a size, that is no number."""
+    if isinstance(value, torch.Tensor):
+        return not all(isinstance(one, int) for one in (*value.shape, *value.stride(), value.storage_offset()))
+    return is_size(value)
+
+
+def at_sizes(expression: Expression, symbols: Symbols) -> Any:
+    """Return the number or truth value of an expression.
+
+    Args:
+        expression: of sizes.
+        symbols: all that occur in it.
+
+    Raises:
+        ValueError: a symbol has no size.
+    """
+    if isinstance(expression, bool | int | float):
+        return expression
+    value = expression.xreplace({symbol: sympy.Integer(size) for symbol, size in symbols.items()})
+    if value.is_Boolean:
+        if value.free_symbols:
+            raise ValueError(f"{value} holds a symbol without a size")
+        return bool(value)
+    if not value.is_number:
+        raise ValueError(f"{value} holds a symbol without a size")
+    return int(value) if value.is_integer else float(value)
+
+
+def environment_of(values: Sequence[object]) -> Any | None:
+    """Return dynamo's environment of symbols that some values belong to; None where all are fixed."""
+    for value in values:
+        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env
+    return None
+
+
+def guards_of(environment: Any) -> list[Expression]:
+    """Return what dynamo took for granted of the sizes while it traced, as expressions that must be true."""
+    found = [guard.expr for guard in environment.guards]
+    return list(dict.fromkeys(found))
+
+
+def assumption_count(environment: Any) -> tuple[int, int]:
+    """Return how many guards and how many replacements of symbols there are: either grows when a size is looked at."""
+    return len(environment.guards), len(environment.replacements)
+
+
+def why_fixed(error: Exception) -> str | None:
+    """Return dynamo's own sentence where a trace was refused because the model fixes a size that was to stay open."""
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+    if not isinstance(error, ConstraintViolationError):
+        return None
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("-")]
+    return lines[0] if lines else str(error).splitlines()[0]
