@@ -88,7 +88,7 @@ def resized(args: Sequence[Any], kwargs: Mapping[str, Any], dims: Dims, sizes: S
                 times = -(-size // max(leaf.shape[dim], 1))
                 leaf = leaf.repeat_interleave(1, dim=dim) if times == 1 else torch.cat([leaf] * times, dim=dim)
                 leaf = leaf.narrow(dim, 0, size)
-        return leaf.contiguous().clone()
+        return leaf.clone(memory_format=torch.contiguous_format)  # a dim of size 1 keeps no stride of what it was cut from
 
     new_args, new_kwargs = copied((tuple(args), dict(kwargs)), at_size)
     return new_args, new_kwargs
