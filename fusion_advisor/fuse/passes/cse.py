@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.record import PassRewrite
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
 
 def share_values(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
@@ -95,7 +96,8 @@ def _itself(node: Node) -> Node:
 
 def _place(value: torch.Tensor) -> tuple[Any, ...]:
     flags = (value.is_conj(), value.is_neg())
-    return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, *flags)
+    layout = (*value.shape, *value.stride(), value.storage_offset())
+    return (value.dim(), *map(symbolic_sizes.expression_of, layout), value.dtype, value.device, *flags)
 
 
 SHARE_VALUES = PassRewrite(id="share-values", title="shared values", apply=share_values)
