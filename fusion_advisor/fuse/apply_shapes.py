@@ -25,6 +25,7 @@ from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.shapes.call_sizes import dims_of, resized
@@ -138,8 +139,8 @@ class _Shapes:
     progress: Progress
     instruments: Instruments
     original: Callable[..., Any]
-    refused: set[str] = field(default_factory=set)
-    """Graph passes that looked at sizes."""
+    refused: set[str] = field(default_factory=lambda: {name for name, one in PASSES.items() if one.needs_numbers})
+    """Graph passes that look at numbers or at tensors of one size."""
 
     def call_at(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return resized(self.loaded.args, self.loaded.kwargs, self.dims, sizes)
@@ -238,12 +239,9 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
         rows.append(row)
         found.append(served)
     workpiece.forget_records()
-    inputs = [node for node in opened.region.graph.graph.nodes if node.op == "placeholder"]
-    places = opened.places()
-    slots = {name: inputs.index(places[name]) for name in workpiece.names}
     one = ServedPiece(
-        box=piece.box, compiled=opened.live.compiled, route=opened.region.route, slots=slots, points=tuple(found),
-        names=opened.region.names, code=opened.region.code,
+        box=piece.box, compiled=opened.live.compiled, route=opened.region.route, slots=opened.slots(), points=tuple(found),
+        names=opened.region.names, code=opened.region.code, holds=opened.holds if opened.guards else None,
     )  # fmt: skip
     return one, ShapePiece(ranges=piece.box, points=tuple(rows))
 
@@ -259,7 +257,7 @@ def _decided(work: _Shapes, workpiece: Workpiece, sizes: dict[str, int]) -> tupl
         budget_s=_BUDGET_S, only=lambda name: name not in work.refused,
     )  # fmt: skip
     fusions, dropped = _sized(workpiece, decided.fusions)
-    dropped += [(name, "it decides by one size") for name in sorted(work.refused)]
+    dropped += [(name, "it decides by one size") for name in decided.refused]
     if not fusions and not decided.passes:
         reason = "nothing that serves other sizes pays near these"
         return Served(sizes=sizes, module=None, reason=reason), ShapePoint(sizes=where, dropped=tuple(dropped), reason=reason)

@@ -1,20 +1,21 @@
 """A program whose numbers are functions of the sizes that vary: one kernel's arguments for every batch and length.
 
-Extents, strides, steps and offsets are arguments of a rendered kernel. Lowered at sizes of a grid, the program has the same
-structure (:func:`~fusion_advisor.ir.program.layout_key`) at each, and every number in it is a polynomial in the sizes. Sizes off
-the grid prove them. To bind the kernel at new sizes then takes no lowering.
+Extents, strides, steps and offsets are arguments of a rendered kernel. A chain is lowered once with sizes that remember how they
+were computed (:mod:`fusion_advisor.ir.sized_int`); lowered at other sizes with plain numbers it must give the same structure
+(:func:`~fusion_advisor.ir.program.layout_key`) and the numbers that the forms say. To bind the kernel then takes no lowering.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusion_advisor.ir.polynomial import Polynomial, grid, through
 from fusion_advisor.ir.program import Part, Program, Store, Value, layout_key
+from fusion_advisor.ir.sized_int import Form, compiled, form_of
 
-Point = tuple[int, ...]
-"""Sizes, in the order of their names."""
+Leaves = Sequence[int]
+"""The value of each size of the graph that forms refer to."""
 
 
 class NoOneProgram(Exception):
@@ -26,65 +27,64 @@ class SizedProgram:
     """A program at any sizes.
 
     Attributes:
-        example: the program at one point; its operands' element counts are of that point alone.
-        numbers: every number of it that may vary, in the order of :func:`_numbers`.
+        example: the program at one point, in plain numbers; its operands' element counts are of that point alone.
+        forms: of every integer argument, in the order of :func:`_numbers`.
     """
 
     example: Program
-    numbers: tuple[Polynomial, ...]
+    forms: tuple[Form, ...]
 
-    def at(self, point: Point) -> Program:
+    def at(self, leaves: Leaves) -> Program:
         """Return the program at other sizes.
 
         Raises:
-            NoOneProgram: its structure is another one there.
+            NoOneProgram: its strides are of another kind there.
         """
-        try:
-            found = _with_numbers(self.example, [one.at(point) for one in self.numbers])
-        except ValueError as error:
-            raise NoOneProgram(f"at {point} {error}") from error
+        found = _with_numbers(self.example, _compiled(self.forms)(leaves))
         if layout_key(found) != layout_key(self.example):
-            raise NoOneProgram(f"at {point} its strides are of another kind")
+            raise NoOneProgram("its strides are of another kind")
         return found
 
-    def open_dims(self) -> frozenset[int]:
-        """Return the loops of the first nest whose extents vary."""
-        return frozenset(n for n in range(len(self.example.dims)) if not self.numbers[n].is_constant)
+
+@functools.lru_cache(maxsize=512)
+def _compiled(forms: tuple[Form, ...]) -> Callable[[Leaves], tuple[int, ...]]:
+    return compiled(forms)
 
 
-def fit(values: Sequence[Sequence[int]], off_grid: Sequence[Point], program_at: Callable[[Point], Program]) -> SizedProgram:
-    """Find the polynomials of a program's numbers.
+def sized_program(tracked: Program) -> SizedProgram:
+    """Return a program that was lowered with sizes that remember their forms."""
+    numbers = list(_numbers(tracked))
+    return SizedProgram(example=_plain(_with_numbers(tracked, [int(one) for one in numbers])), forms=tuple(map(form_of, numbers)))
+
+
+def require_same(found: SizedProgram, lowered: Program, leaves: Leaves, where: str) -> None:
+    """Compare what the forms say of some sizes with what lowering gives there.
 
     Args:
-        values: of each size on the grid.
-        off_grid: points that must be met too.
-        program_at: lowers the chain at a point.
+        found: from :func:`sized_program`.
+        lowered: the chain lowered at those sizes.
+        leaves: those sizes.
+        where: the sizes in words.
 
     Raises:
-        NoOneProgram: the structure differs between points, or a number is no such polynomial.
+        NoOneProgram: the structure, a constant or a number differs.
     """
-    programs = {point: program_at(point) for point in [*grid(values), *off_grid]}
-    first = next(iter(programs))
-    example = programs[first]
-    key, constants = layout_key(example), _fixed(example)
-    for point, program in programs.items():
-        if layout_key(program) != key:
-            raise NoOneProgram(f"its loops at {point} are others than at {first}")
-        if _fixed(program) != constants:
-            raise NoOneProgram(f"a constant of it at {point} is another one than at {first}")
-    numbers = {point: list(_numbers(program)) for point, program in programs.items()}
-    found = tuple(
-        through(values, {point: numbers[point][place] for point in grid(values)}) for place in range(len(numbers[first]))
-    )
-    for point in off_grid:
-        for polynomial, number in zip(found, numbers[point], strict=True):
-            try:
-                met = polynomial.at(point)
-            except ValueError:
-                met = None
-            if met != number:
-                raise NoOneProgram(f"an extent or a stride of it is no polynomial in the sizes: {number} at {point}, not {met}")
-    return SizedProgram(example=example, numbers=found)
+    if layout_key(lowered) != layout_key(found.example):
+        raise NoOneProgram(f"its loops at {where} are others than elsewhere")
+    if _fixed(lowered) != _fixed(found.example):
+        raise NoOneProgram(f"a constant of it at {where} is another one than elsewhere")
+    numbers = list(_numbers(lowered))
+    said = list(_numbers(found.at(leaves)))
+    if said != numbers:
+        differing = next((one, other) for one, other in zip(said, numbers, strict=True) if one != other)
+        raise NoOneProgram(f"an extent or a stride of it at {where} is {differing[1]}, and {differing[0]} was computed")
+
+
+def _plain(program: Program) -> Program:
+    """Return a program whose element counts are plain numbers."""
+    operands = tuple(replace(operand, element_count=int(operand.element_count)) for operand in program.operands)
+    siblings = tuple(Part(program=_plain(part.program), operands=part.operands) for part in program.siblings)
+    return replace(program, operands=operands, siblings=siblings)
 
 
 def _numbers(program: Program) -> Iterator[int]:
@@ -93,7 +93,8 @@ def _numbers(program: Program) -> Iterator[int]:
     for value in program.values:
         yield from (*value.strides, *value.steps, value.offset)
         if value.op == "extent":
-            yield int(value.constant or 0)
+            assert isinstance(value.constant, int)
+            yield value.constant
     for store in program.stores:
         yield from (*store.strides, *store.steps, store.offset)
     for part in program.siblings:
@@ -131,31 +132,27 @@ def _filled(program: Program, numbers: Iterator[int]) -> Program:
     return replace(program, dims=dims, values=tuple(values), stores=tuple(stores), siblings=siblings)
 
 
-def points_for(ranges: Mapping[str, tuple[int, int]]) -> tuple[list[list[int]], list[Point]]:
-    """Return a grid of sizes inside ranges, and points off it.
+def points_for(ranges: Mapping[str, tuple[int, int]], count: int = 6) -> list[dict[str, int]]:
+    """Return sizes inside ranges: the first to lower at, the others to compare with.
 
     Primes, where there are some: a length that happens to be a number of heads, or divides another size, would be lowered to a
     special case.
 
     Args:
-        ranges: by name the least and the most, in the order of the names.
+        ranges: by name the least and the most.
+        count: points at most.
     """
-    taken: set[int] = set()
-    values: list[list[int]] = []
-    for least, most in ranges.values():
-        free = [one for one in _PRIMES if least <= one <= most and one not in taken]
-        free += [one for one in range(least, min(most, least + 8) + 1) if one not in taken and one not in free]
-        mine = sorted(free[: min(3, most - least + 1)]) or [least]
-        taken.update(mine)
-        values.append(mine)
-    off = []
-    for step in (0, 1, 2):
-        point = []
-        for (least, most), mine in zip(ranges.values(), values, strict=True):
-            more = [one for one in (*_PRIMES, most, least) if least <= one <= most and one not in mine]
-            point.append(more[step % len(more)] if more else mine[step % len(mine)])
-        off.append(tuple(point))
-    return values, list(dict.fromkeys(off))
+    found: list[dict[str, int]] = []
+    for step in range(count):
+        point: dict[str, int] = {}
+        for place, (name, (least, most)) in enumerate(ranges.items()):
+            free = [one for one in _PRIMES if least <= one <= most and one not in point.values()]
+            more = free or [one for one in range(most, least - 1, -1) if one not in point.values()] or [least]
+            point[name] = more[(step * (place + 1) + 2 * place) % len(more)]
+        if point not in found:
+            found.append(point)
+    return found
 
 
-_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 5, 7)
+_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131,
+           5, 7, 3, 2)  # fmt: skip

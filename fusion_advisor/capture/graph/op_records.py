@@ -11,12 +11,17 @@ from torch.fx import Node
 from fusion_advisor.capture.graph.fx_nodes import module_path, source_of, storages, tensors_of, written_storages
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.ir.sized_int import SizedInt
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
 
 def describe(
-    region: Region, first_index: int = 0, *, symbols: symbolic_sizes.Symbols | None = None
+    region: Region,
+    first_index: int = 0,
+    *,
+    symbols: symbolic_sizes.Symbols | None = None,
+    leaves: dict[Any, int] | None = None,
 ) -> tuple[list[OpNode], dict[Node, int]]:
     """Turn a live graph into records.
 
@@ -24,13 +29,15 @@ def describe(
         region: its placeholders must have been named (``capture_regions`` does).
         first_index: index of the region's first record.
         symbols: of a graph with open sizes, the size that each symbol stands for in the records.
+        leaves: gets each expression of open sizes with its place; the records' numbers then remember which they are
+            (:class:`~fusion_advisor.ir.sized_int.SizedInt`).
 
     Returns:
         The records in execution order and the index of each fx node.
     """
     ops: list[OpNode] = []
     index_of: dict[Node, int] = {}
-    number = _Numbers(symbols or {})
+    number = _Numbers(symbols or {}, leaves)
     owner: dict[int, int] = {}  # storage -> index of the op that made it
     sharers: dict[int, list[int]] = {}  # storage -> all inputs of the region that lie in it
     placeholder = 0
@@ -128,8 +135,9 @@ def tensor_metas(node: Node, symbols: symbolic_sizes.Symbols) -> tuple[TensorMet
 class _Numbers:
     """Turns sizes into numbers, each expression of open ones once."""
 
-    def __init__(self, symbols: symbolic_sizes.Symbols) -> None:
+    def __init__(self, symbols: symbolic_sizes.Symbols, leaves: dict[Any, int] | None = None) -> None:
         self._symbols = symbols
+        self._leaves = leaves
         self._known: dict[Any, Any] = {}
 
     def __call__(self, size: Any) -> Any:
@@ -137,17 +145,20 @@ class _Numbers:
         if expression is size:
             return size
         if expression not in self._known:
-            self._known[expression] = symbolic_sizes.at_sizes(expression, self._symbols)
+            value = symbolic_sizes.at_sizes(expression, self._symbols)
+            if self._leaves is not None and type(value) is int:
+                value = SizedInt(value, ("size", self._leaves.setdefault(expression, len(self._leaves))))
+            self._known[expression] = value
         return self._known[expression]
 
 
 def _metas(node: Node, number: _Numbers) -> tuple[TensorMeta, ...]:
     return tuple(
         TensorMeta(
-            shape=tuple(int(number(size)) for size in value.shape),
-            stride=tuple(int(number(step)) for step in value.stride()),
+            shape=tuple(map(number, value.shape)),
+            stride=tuple(map(number, value.stride())),
             dtype=str(value.dtype).removeprefix("torch."),
-            offset=int(number(value.storage_offset())),
+            offset=number(value.storage_offset()),
             device=value.device.type,
         )
         for value in tensors_of(node.meta.get("val"))

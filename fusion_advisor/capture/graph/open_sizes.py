@@ -59,17 +59,42 @@ class OpenCapture:
 
     def holds(self, sizes: Sizes) -> bool:
         """Whether all that dynamo took for granted is true of other sizes."""
-        symbols = self.symbols(sizes)
-        return all(symbolic_sizes.at_sizes(guard, symbols) for guard in self.guards)
+        return _hold(self.guards, self.symbols(sizes))
+
+    def holds_alone(self, name: str, size: int) -> bool:
+        """Whether what was taken for granted of one dim alone is true of a size."""
+        own = {symbol: size for symbol, dim in self.names.items() if dim == name}
+        return _hold([one for one in self.guards if symbolic_sizes.symbols_in(one) <= set(own)], own)
+
+    def holds_but_for_holes(self, sizes: Sizes) -> bool:
+        """Whether all is true of other sizes but that certain combinations of them were ruled out (height x width != 16)."""
+        ranges = [one for one in self.guards if len(symbolic_sizes.symbols_in(one)) < 2 or not symbolic_sizes.is_inequation(one)]
+        return _hold(ranges, self.symbols(sizes))
 
     def places(self) -> dict[str, Node]:
-        """Return the graph input that each open dim's size comes in."""
+        """Return the node that each open dim's size is the value of: a graph input, or what reads it off a tensor."""
         found: dict[str, Node] = {}
         for node in self.region.graph.graph.nodes:
-            symbol = symbolic_sizes.symbol_of(node.meta.get("val")) if node.op == "placeholder" else None
+            symbol = symbolic_sizes.symbol_of(node.meta.get("val"))
             if symbol in self.names:
                 found.setdefault(self.names[symbol], node)
         return found
+
+    def slots(self) -> dict[str, tuple[int, int | None]]:
+        """Return, for each open dim, which of the graph's inputs tells its size, and which dim of a tensor; None: a number."""
+        inputs = [node for node in self.region.graph.graph.nodes if node.op == "placeholder"]
+        found: dict[str, tuple[int, int | None]] = {}
+        for name, node in self.places().items():
+            is_input = node.op == "placeholder"
+            source, dim = (node, None) if is_input else (node.args[0], node.args[1])
+            assert isinstance(source, Node)
+            assert dim is None or isinstance(dim, int)
+            found[name] = inputs.index(source), dim
+        return found
+
+
+def _hold(guards: Sequence[Any], symbols: Mapping[Any, int]) -> bool:
+    return all(symbolic_sizes.at_sizes(guard, symbols) for guard in guards)
 
 
 def call_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -163,8 +188,48 @@ def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]
         if symbol is not None and symbol not in names:
             raise OneSizeOnly(f"a size of the graph ({symbol}) is the size of no dim that may vary")
     environment = symbolic_sizes.environment_of([value for value in values if value is not None])
+    let_nodes_stand_for_sizes(region.graph)
     guards = () if environment is None else _on_named(symbolic_sizes.guards_of(environment), environment, names)
     return OpenCapture(live=live, sizes=dict(sizes), names=names, guards=guards, environment=environment)
+
+
+def let_nodes_stand_for_sizes(graph_module: GraphModule) -> None:
+    """Give each open size that is in an op's arguments, and the size of each open dim, a node that stands for it."""
+    graph = graph_module.graph
+    inputs = {
+        symbol: node
+        for node in reversed(graph.nodes)
+        if node.op == "placeholder" and (symbol := symbolic_sizes.symbol_of(node.meta.get("val"))) is not None
+    }
+    made: dict[Any, Node] = {}
+    after = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in [node for node in graph.nodes if node.op == "placeholder"]:
+        value = node.meta.get("val")
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            symbol = symbolic_sizes.symbol_of(size)
+            if symbol is not None and symbol not in inputs:  # dynamo hands over what its own graph reads
+                with graph.inserting_before(after):
+                    inputs[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                inputs[symbol].meta["val"] = size
+
+    def named(value: Any) -> Any:
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = symbolic_sizes.expression_of(value)
+        if expression in inputs:
+            return inputs[expression]
+        if expression not in made:
+            symbols = sorted(symbolic_sizes.symbols_in(expression), key=str)
+            with graph.inserting_before(after):
+                compute = symbolic_sizes.computing(expression, symbols)
+                made[expression] = graph.call_function(compute, tuple(inputs[symbol] for symbol in symbols))
+            made[expression].meta["val"] = value
+        return made[expression]
+
+    for node in list(graph.nodes):
+        if node not in made.values():
+            node.args, node.kwargs = _mapped(node.args, named), _mapped(node.kwargs, named)
+    graph_module.recompile()
 
 
 def _on_named(guards: Sequence[Any], environment: Any, names: Mapping[Any, str]) -> tuple[Any, ...]:
@@ -202,14 +267,18 @@ def concrete(opened: OpenCapture, example_args: Sequence[Any]) -> LiveCapture:
         return value if expression is value else symbolic_sizes.at_sizes(expression, numbers)
 
     for node in region.graph.graph.nodes:
-        copy = graph.node_copy(node, copies.__getitem__)
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             values[node] = fixed(value)
-        copies[node] = copy
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Node):
+            return values[value] if value in values else copies[value]
+        return fixed(value)
+
     for node, copy in copies.items():
-        copy.args = _replaced(node.args, copies, values, fixed)
-        copy.kwargs = _replaced(node.kwargs, copies, values, fixed)
+        copy.args, copy.kwargs = _mapped(node.args, replaced), _mapped(node.kwargs, replaced)
     module = GraphModule(region.graph, graph, class_name="RegionOfOneSize")
     fake_mode.propagate(module, example_args)
     let_idle_dropout_return_its_input(module)
@@ -230,13 +299,12 @@ def _numbers_of(opened: OpenCapture, region: Region, example_args: Sequence[Any]
     return found
 
 
-def _replaced(value: Any, copies: Mapping[Node, Node], numbers: Mapping[Node, Any], fixed: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Node):
-        return numbers[value] if value in numbers else copies[value]
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a node's arguments with each leaf replaced; a slice's parts are leaves."""
     if isinstance(value, tuple | list):
-        return type(value)([_replaced(item, copies, numbers, fixed) for item in value])
+        return type(value)([_mapped(item, change) for item in value])
     if isinstance(value, dict):
-        return {name: _replaced(item, copies, numbers, fixed) for name, item in value.items()}
+        return {name: _mapped(item, change) for name, item in value.items()}
     if isinstance(value, slice):
-        return slice(*(_replaced(one, copies, numbers, fixed) for one in (value.start, value.stop, value.step)))
-    return fixed(value)
+        return slice(*(_mapped(one, change) for one in (value.start, value.stop, value.step)))
+    return change(value)

@@ -239,6 +239,7 @@ SHARE_MASKS = PassRewrite(
     id="share-masks",
     title="shared attention masks",
     apply=share_masks,
+    needs_numbers=True,
     predict=_shared_masks_ns,
     after={"drop-masks": "a mask that becomes a flag needs no additive form"},
 )

@@ -45,6 +45,8 @@ class PassRewrite(Rewrite):
     """Whether it is tried under ``--freeze`` alone."""
     is_in_trace: bool = False
     """Whether the trace was made with it in place: then the trace says nothing of its saving, which is timed instead."""
+    needs_numbers: bool = False
+    """Whether it looks at tensors of the graph's sizes: then it serves no graph whose sizes are open."""
     stage: ClassVar[RewriteStage] = RewriteStage.PASS
 
 

@@ -31,11 +31,13 @@ class DecidedAt:
         region: the graph at these sizes, with the tensors of a call.
         fusions: built and checked there.
         passes: ids.
+        refused: ids of passes that pay here and may not be put in.
     """
 
     region: Region
     fusions: tuple[BuiltFusion, ...]
     passes: tuple[str, ...]
+    refused: tuple[str, ...] = ()
 
 
 def example_args(opened: OpenCapture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -89,5 +91,8 @@ def decide_at(
         bench, fusions, built, options, progress, budget_s=budget_s, instruments=instruments.with_effort(options.effort),
         capture=capture,
     )  # fmt: skip
-    passes = tuple(name for name in kept_passes(rewrites) if only(name))
-    return DecidedAt(region=live.regions[0], fusions=tuple(kept), passes=passes)
+    paying = kept_passes(rewrites)
+    return DecidedAt(
+        region=live.regions[0], fusions=tuple(kept), passes=tuple(filter(only, paying)),
+        refused=tuple(name for name in paying if not only(name)),
+    )  # fmt: skip

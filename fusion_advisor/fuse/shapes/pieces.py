@@ -7,6 +7,7 @@ call in which they hold is a piece, and what is left of the range is traced agai
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -90,22 +91,38 @@ def sample_of(box: Box) -> dict[str, int]:
 
 
 def _largest_box(box: Box, sample: dict[str, int], opened: OpenCapture) -> Box | None:
-    """Widen the traced call's sizes, one dim after the other, as far as the guards hold; None where they do not in between."""
-    own = {one.name: SizeRange(name=one.name, least=sample[one.name], most=sample[one.name]) for one in box}
+    """Widen the traced call's sizes, one dim after the other, as far as the guards hold; None where they do not in between.
+
+    Guards that rule out combinations of several sizes (height x width != 16) are holes, which a call may fall into.
+    """
+    runs = {one.name: _run_around(sample[one.name], one, opened) for one in box}
+    own = {name: SizeRange(name=name, least=size, most=size) for name, size in sample.items()}
 
     def holds(name: str, size: int) -> bool:
         corners = itertools.product(*({one.least, one.most} if one.name != name else {size} for one in own.values()))
-        return all(opened.holds(dict(zip(own, sizes, strict=True))) for sizes in corners)
+        return all(opened.holds_but_for_holes(dict(zip(own, sizes, strict=True))) for sizes in corners)
 
-    for one in box:
-        least = _furthest(sample[one.name], one.least, lambda size, name=one.name: holds(name, size))  # type: ignore[misc]
-        most = _furthest(sample[one.name], one.most, lambda size, name=one.name: holds(name, size))  # type: ignore[misc]
-        own[one.name] = SizeRange(name=one.name, least=least, most=most)
+    for name, run in runs.items():
+        least = _furthest(sample[name], run.least, functools.partial(holds, name))
+        most = _furthest(sample[name], run.most, functools.partial(holds, name))
+        own[name] = SizeRange(name=name, least=least, most=most)
     inside = [sorted({*range(one.least, min(one.least + 9, one.most) + 1), *_spread(one)}) for one in own.values()]
     points = itertools.islice(itertools.product(*inside), 4096)
-    if not all(opened.holds(dict(zip(own, sizes, strict=True))) for sizes in points):
+    if not all(opened.holds_but_for_holes(dict(zip(own, sizes, strict=True))) for sizes in points):
         return None
     return tuple(own.values())
+
+
+def _run_around(start: int, within: SizeRange, opened: OpenCapture) -> SizeRange:
+    """Return the sizes around one for which what was taken for granted of this dim alone is true, without a gap."""
+    if not opened.guards:
+        return within
+    least = most = start
+    while least > within.least and opened.holds_alone(within.name, least - 1):
+        least -= 1
+    while most < within.most and opened.holds_alone(within.name, most + 1):
+        most += 1
+    return SizeRange(name=within.name, least=least, most=most)
 
 
 def _spread(one: SizeRange) -> set[int]:

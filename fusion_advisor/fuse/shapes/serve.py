@@ -54,21 +54,23 @@ class ServedPiece:
         box: its sizes.
         compiled: the model's call as dynamo compiled it for the piece; None where the original ops run.
         route: what that call runs in place of the graph.
-        slots: which of the graph's inputs are the sizes, by name.
+        slots: by name which of the graph's inputs tells the size, and in which dim of a tensor; None: the number itself.
         points: what runs near which sizes.
         names: of the graph's inputs.
         refusal: why the original ops run.
         code: of every function that dynamo looked through.
+        holds: whether what dynamo took for granted is true of sizes in the box; None where it is of all.
     """
 
     box: Box
     compiled: DynamoCall | None
     route: Route | None
-    slots: Mapping[str, int]
+    slots: Mapping[str, tuple[int, int | None]]
     points: tuple[Served, ...]
     names: tuple[str, ...] = ()
     refusal: str = ""
     code: tuple[CodeType, ...] = ()
+    holds: Callable[[Sizes], bool] | None = None
     _wrap: Wrap | None = None
     _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
 
@@ -90,7 +92,7 @@ class ServedPiece:
 
     def forward(self, *args: Any) -> Any:
         """Run the graph of the piece."""
-        key = tuple(args[slot] for slot in self.slots.values())
+        key = tuple(args[slot] if dim is None else args[slot].shape[dim] for slot, dim in self.slots.values())
         run = self._runners.get(key)
         if run is None:
             fixed = {one.name: one.least for one in self.box}
@@ -149,6 +151,8 @@ class ShapeTable:
         piece = next((one for one in self.pieces if contains(one.box, sizes)), None)
         if piece is None or piece.refusal:
             return piece.refusal if piece is not None else "its sizes are in no piece of the ranges"
+        if piece.holds is not None and not piece.holds(sizes):
+            return "the model does something else at exactly these sizes"
         served = piece.at(sizes)
         return piece if served.module is not None else served.reason
 

@@ -1,4 +1,4 @@
-"""Kept fusions at any sizes of a piece: one compiled kernel each, its numbers polynomials in the sizes."""
+"""Kept fusions at any sizes of a piece: one compiled kernel each, its integer arguments functions of the sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.op_records import describe, tensor_metas
-from fusion_advisor.capture.graph.open_sizes import OpenCapture, Sizes
+from fusion_advisor.capture.graph.open_sizes import OpenCapture, Sizes, let_nodes_stand_for_sizes
 from fusion_advisor.codegen.common.interface import BuiltKernel
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.fuse.decide.session import BuiltFusion
@@ -18,12 +18,16 @@ from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.fuse.rewrite.sized_call import sized_call
 from fusion_advisor.fuse.shapes.pieces import Piece
+from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.operand_names import named_like
 from fusion_advisor.ir.program import Program
-from fusion_advisor.ir.sized_program import NoOneProgram, Point, SizedProgram, fit, points_for
+from fusion_advisor.ir.sized_program import NoOneProgram, SizedProgram, points_for, require_same, sized_program
 from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.records import OpNode, TensorMeta
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
+
+Point = tuple[int, ...]
+"""Sizes of the open dims of a piece, in the order of its names."""
 
 
 class LooksAtSizes(Exception):
@@ -49,24 +53,36 @@ class Workpiece:
         self._nodes = {index: node for node, index in self.index_of.items()}
         self.places = tuple(self.index_of[places[name]] for name in self.names)
         """Op indices of the graph inputs that the sizes come in."""
-        values, off_grid = points_for({one.name: (one.least, one.most) for one in piece.box if one.name in self.names})
-        self._grid = values, off_grid
+        ranges = {one.name: (one.least, one.most) for one in piece.box if one.name in self.names}
+        self._points = [tuple(point.values()) for point in points_for(ranges)]
+        self._leaves: dict[Any, int] = {}
+        first = self.opened.symbols(self.sizes(self._points[0]))
+        self._tracked = describe(self.opened.region, symbols=first, leaves=self._leaves)[0]
         self._records: dict[Point, list[OpNode]] = {}
-        self._fitted: dict[Any, SizedProgram] = {}
+        self._programs: dict[Any, SizedProgram] = {}
+        self._at: tuple[Point, tuple[int, ...]] | None = None
 
     def sizes(self, point: Point) -> Sizes:
         """Return the size of every dim."""
         return {**dict(zip(self.names, point, strict=True)), **self.fixed}
 
+    def leaves(self, point: Point) -> tuple[int, ...]:
+        """Return the value of every size of the graph; kernels of one call are bound one after the other."""
+        if self._at is None or self._at[0] != point:
+            symbols = self.opened.symbols(self.sizes(point))
+            self._at = point, tuple(symbolic_sizes.at_sizes(leaf, symbols) for leaf in self._leaves)
+        return self._at[1]
+
     def records(self, point: Point) -> list[OpNode]:
-        """Return the graph's records at some sizes; those of the grid are kept."""
+        """Return the graph's records at some sizes; those of the points to compare with are kept."""
         if point not in self._records:
             self._records[point] = describe(self.opened.region, symbols=self.opened.symbols(self.sizes(point)))[0]
         return self._records[point]
 
     def forget_records(self) -> None:
-        """Drop the records of the grid: every fusion has been fitted."""
+        """Drop all records: every fusion has its program."""
         self._records.clear()
+        self._tracked.clear()
 
     def metas(self, indices: Sequence[int], point: Point) -> list[TensorMeta]:
         """Return the layouts of some ops' results at some sizes."""
@@ -82,7 +98,7 @@ class Workpiece:
             found.append((value.dtype, tuple(map(symbolic_sizes.expression_of, sizes))))
         return tuple(found)
 
-    def fitted(self, members: Sequence[int], outputs: Sequence[int], *, model: Program) -> SizedProgram:
+    def program(self, members: Sequence[int], outputs: Sequence[int], *, model: Program) -> SizedProgram:
         """Return a chain's program as a function of the sizes.
 
         Args:
@@ -94,13 +110,18 @@ class Workpiece:
             NoOneProgram: it is another program at some sizes.
         """
         key = (tuple(members), tuple(outputs))
-        if key not in self._fitted:
-
-            def program_at(point: Point) -> Program:
-                return lower(self.records(point), members, outputs, is_exact=model.is_exact).program
-
-            self._fitted[key] = fit(*self._grid, program_at)
-        found = self._fitted[key]
+        if key not in self._programs:
+            where = "the sizes it was lowered at"
+            try:
+                found = sized_program(lower(self._tracked, members, outputs, is_exact=model.is_exact).program)
+                for point in self._points[1:]:
+                    where = ", ".join(f"{name}={size}" for name, size in zip(self.names, point, strict=True))
+                    lowered = lower(self.records(point), members, outputs, is_exact=model.is_exact).program
+                    require_same(found, lowered, self.leaves(point), where)
+            except CannotLower as error:
+                raise NoOneProgram(f"at {where}: {error.reason}") from error
+            self._programs[key] = found
+        found = self._programs[key]
         return replace(found, example=named_like(found.example, model))
 
 
@@ -117,7 +138,7 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
     if any(work.ops[index].mutates for site in fusion.planned.sites for index in site.outputs):
         raise NoOneProgram("it writes to a tensor that it is given")
     first = fusion.planned.sites[0]
-    program = work.fitted(fusion.planned.chain.sites[0].op_indices, first.outputs, model=fusion.planned.program)
+    program = work.program(fusion.planned.chain.sites[0].op_indices, first.outputs, model=fusion.planned.program)
     _require_one_kernel(fusion, program, work)
     calls: dict[Any, Callable[..., Any]] = {}
     sites = []
@@ -138,7 +159,7 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
 def _bound(
     work: Workpiece, name: str, kernel: BuiltKernel, program: SizedProgram, lowered: Lowered, point: Point
 ) -> Callable[..., Any]:
-    launch = kernel.bind(program.at(point))
+    launch = kernel.bind(program.at(work.leaves(point)))
     return fused_call(name, launch, work.metas(lowered.given, point), work.metas(lowered.outputs, point))
 
 
@@ -149,12 +170,11 @@ def _require_one_kernel(fusion: BuiltFusion, program: SizedProgram, work: Workpi
         NoOneProgram: with the sizes.
     """
     ends = [tuple(getattr(one, end) for one in work.piece.box if one.name in work.names) for end in ("least", "most")]
-    maker = backend_named(fusion.kernel.backend)
+    kernel, maker = fusion.kernel, backend_named(fusion.kernel.backend)
     for point in ends:
-        rendered = maker.render(
-            program.at(point), fusion.planned.header, tuning=fusion.kernel.parameters, fast_math=fusion.kernel.fast_math
-        )
-        if rendered.entry != fusion.kernel.name:
+        there = program.at(work.leaves(point))
+        rendered = maker.render(there, fusion.planned.header, tuning=kernel.parameters, fast_math=kernel.fast_math)
+        if rendered.entry != kernel.name:
             raise NoOneProgram(f"at {point} it takes a kernel of another form")
 
 
@@ -172,6 +192,7 @@ def build(work: Workpiece, fusions: Sequence[BuiltFusion], passes: Sequence[str]
     sites = [site for fusion in fusions for site in fusion.sites]
     watched = [_watching(name, PASSES[name].apply, work.opened.environment) for name in PASSES if name in passes]
     module, _ = rewrite_region(work.opened.region, work.index_of, sites, watched)
+    let_nodes_stand_for_sizes(module)  # a pass writes a value's shape into the ops that it makes
     return module
 
 

@@ -45,7 +45,9 @@ def _expand_rule(_op: OpNode, before: TensorMeta, where: Index) -> Index:
 def _slice_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
     arguments = [*op.args[1:], *(None,) * 4]
     dim = int(arguments[0] or 0) % len(before.shape)  # type: ignore[arg-type]
-    start, step = int(arguments[1] or 0), int(arguments[3] or 1)  # type: ignore[arg-type]
+    start, step = arguments[1] or 0, int(arguments[3] or 1)  # type: ignore[arg-type]
+    if not isinstance(start, int):
+        raise CannotLower("FA603", "a slice that starts where a tensor says cannot be folded into an address")
     start = max(0, start + before.shape[dim]) if start < 0 else min(start, before.shape[dim])
     return (*where[:dim], where[dim].scaled(step).moved(start), *where[dim + 1 :])
 
@@ -59,7 +61,10 @@ def _narrow_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
 
 def _select_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
     dim = int(op.args[1]) % len(before.shape)  # type: ignore[arg-type]
-    return (*where[:dim], fixed(int(op.args[2]) % before.shape[dim]), *where[dim:])  # type: ignore[arg-type]
+    place = op.args[2]
+    if not isinstance(place, int):
+        raise CannotLower("FA603", "an element that a tensor selects cannot be folded into an address")
+    return (*where[:dim], fixed(place % before.shape[dim]), *where[dim:])
 
 
 def piece_rule(splitter: OpNode, before: TensorMeta, number: int, where: Index) -> Index:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # torch needs it
@@ -66,6 +67,30 @@ def at_sizes(expression: Expression, symbols: Symbols) -> Any:
     if not value.is_number:
         raise ValueError(f"{value} holds a symbol without a size")
     return int(value) if value.is_integer else float(value)
+
+
+def computing(expression: Expression, symbols: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function of symbols' sizes that computes an expression; it remembers what it computed."""
+
+    @functools.lru_cache(maxsize=4096)
+    def size(*sizes: int) -> Any:
+        return at_sizes(expression, dict(zip(symbols, sizes, strict=True)))
+
+    def call(*sizes: int) -> Any:
+        return size(*sizes)
+
+    call.__name__ = call.__qualname__ = "size"
+    return call
+
+
+def is_inequation(expression: Expression) -> bool:
+    """Whether an expression says that two numbers differ."""
+    return isinstance(expression, sympy.Ne)
+
+
+def symbols_in(expression: Expression) -> set[Any]:
+    """Return the symbols of an expression."""
+    return set() if isinstance(expression, bool | int | float) else set(expression.free_symbols)
 
 
 def environment_of(values: Sequence[object]) -> Any | None:
