@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isqrt, prod
 from typing import Any
@@ -25,9 +25,10 @@ from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
-from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES, kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite.record import CopyRoom
 from fusion_advisor.fuse.shapes.call_sizes import dims_of, resized
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, find_pieces
@@ -139,6 +140,8 @@ class _Shapes:
     progress: Progress
     instruments: Instruments
     original: Callable[..., Any]
+    kept: Collection[str] = ()
+    """Ids of rewrites of the example's plan."""
     refused: set[str] = field(default_factory=lambda: {name for name, one in PASSES.items() if one.needs_numbers})
     """Graph passes that look at numbers or at tensors of one size."""
 
@@ -157,7 +160,7 @@ class _Shapes:
 
 def serve_shapes(
     fused: FusedModel, loaded: LoadedWorkload, options: ApplyOptions, dims: Mapping[str, tuple[str, ...]],
-    bandwidth: Bandwidth, progress: Progress, instruments: Instruments = MEASURED,
+    bandwidth: Bandwidth, progress: Progress, instruments: Instruments = MEASURED, kept: Collection[str] = (),
 ) -> ShapeRanges:  # fmt: skip
     """Let a fused model serve ranges of sizes.
 
@@ -169,12 +172,13 @@ def serve_shapes(
         bandwidth: of the device.
         progress: gets lines.
         instruments: measure and decide.
+        kept: ids of rewrites that were kept for the example call: changes of layouts among them are made here too.
     """
     assert options.shapes is not None
     started = time.perf_counter()
     work = _Shapes(
         loaded=loaded, options=options, dims=dims, bandwidth=bandwidth, progress=progress, instruments=instruments,
-        original=module_call.original_call(loaded.model),
+        original=module_call.original_call(loaded.model), kept=kept,
     )  # fmt: skip
     ranges = options.shapes.ranges
     served, rows = [], []
@@ -211,7 +215,9 @@ def with_shapes(
         clock.phase("shapes"), current_device(torch.device(loaded.record.device)),
         kept_as_it_is(loaded.model, loaded.args, loaded.kwargs),
     ):  # fmt: skip
-        found = serve_shapes(run.fused, loaded, options, dims, run.report.bandwidth, progress, instruments)
+        found = serve_shapes(
+            run.fused, loaded, options, dims, run.report.bandwidth, progress, instruments, kept_ids(run.report.rewrites)
+        )
     if any(not point.reason for piece in found.pieces for point in piece.points):
         run.fused.apply()
     report = replace(run.report, shapes=found, durations_s=tuple(clock.durations_s))
@@ -223,6 +229,7 @@ def with_shapes(
 def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     """Decide a piece, and start it."""
     opened = piece.opened
+    changes = [] if opened is None else _change_layouts(opened, work.kept)
     if opened is None:
         refused = ServedPiece(box=piece.box, compiled=None, route=None, slots={}, points=(), refusal=piece.refusal)
         return refused, ShapePiece(ranges=piece.box, refusal=piece.refusal)
@@ -232,7 +239,7 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     rows, found = [], []
     for sizes in points:
         try:
-            served, row = _decided(work, workpiece, sizes)
+            served, row = _decided(work, workpiece, sizes, changes)
         except LooksAtSizes as error:
             work.refused.add(str(error))
             return _served(work, replace(piece, opened=work.capture(dict(opened.sizes))))
@@ -246,7 +253,23 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     return one, ShapePiece(ranges=piece.box, points=tuple(rows))
 
 
-def _decided(work: _Shapes, workpiece: Workpiece, sizes: dict[str, int]) -> tuple[Served, ShapePoint]:
+def _change_layouts(opened: OpenCapture, kept: Collection[str]) -> list[str]:
+    """Change a piece's graph as the example's was, where the change serves other sizes; return the ids of the changes.
+
+    Weights that do not lie side by side stay as they are: only the example's plan may hold a copy of them.
+    """
+    found = []
+    for rewrite in LAYOUT_CHANGES.values():
+        if not rewrite.serves_other_shapes or rewrite.id not in kept:
+            continue
+        (changed,) = next(iter(rewrite.change([opened.region], CopyRoom())))
+        if changed.changed:
+            opened.live.regions[0] = changed.region
+            found.append(rewrite.id)
+    return found
+
+
+def _decided(work: _Shapes, workpiece: Workpiece, sizes: dict[str, int], changes: Sequence[str]) -> tuple[Served, ShapePoint]:
     """Decide one point of a piece: what runs near it, and its row."""
     where = tuple(sizes.items())
     args, kwargs = work.call_at(sizes)
@@ -258,11 +281,11 @@ def _decided(work: _Shapes, workpiece: Workpiece, sizes: dict[str, int]) -> tupl
     )  # fmt: skip
     fusions, dropped = _sized(workpiece, decided.fusions)
     dropped += [(name, "it decides by one size") for name in decided.refused]
-    if not fusions and not decided.passes:
+    if not fusions and not decided.passes and not changes:
         reason = "nothing that serves other sizes pays near these"
         return Served(sizes=sizes, module=None, reason=reason), ShapePoint(sizes=where, dropped=tuple(dropped), reason=reason)
     module = build(workpiece, fusions, decided.passes)
-    names = (*(fusion.planned.match.kernel for fusion in fusions), *decided.passes)
+    names = (*(fusion.planned.match.kernel for fusion in fusions), *decided.passes, *changes)
     check = check_region(decided.region, module.forward)
     row = ShapePoint(
         sizes=where, rewrites=names, dropped=tuple(dropped), rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2

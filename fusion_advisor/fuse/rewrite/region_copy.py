@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.runtime.torch_internals import fx_trace
+from fusion_advisor.runtime.torch_internals import fx_trace, symbolic_sizes
 
 
 @dataclass(slots=True)
@@ -50,6 +50,8 @@ def layouts(value: Any) -> list[tuple[Any, ...]]:
     """Return the layout of an op's result, per tensor."""
     tensors: Sequence[Any] = value if isinstance(value, tuple | list) else [value]
     return [
-        (tuple(item.shape), item.stride(), item.storage_offset(), item.dtype) if isinstance(item, torch.Tensor) else (item,)
+        (*map(symbolic_sizes.expression_of, (*item.shape, *item.stride(), item.storage_offset())), item.dim(), item.dtype)
+        if isinstance(item, torch.Tensor)
+        else (item,)
         for item in tensors
     ]
