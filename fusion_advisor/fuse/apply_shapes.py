@@ -21,7 +21,6 @@ from fusion_advisor.capture.graph.open_sizes import OpenCapture, capture_open
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.errors import SequenceTooLong, SizeRejected
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
@@ -33,8 +32,7 @@ from fusion_advisor.fuse.shapes.call_sizes import dims_of, resized
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, find_pieces
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable
-from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, sized
-from fusion_advisor.ir.sized_program import NoOneProgram
+from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build
 from fusion_advisor.records import Bandwidth, Report, ShapePiece, ShapePoint, ShapeRanges, SizeRange, Timing
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.timing import interleaving
@@ -279,7 +277,7 @@ def _decided(work: _Shapes, workpiece: Workpiece, sizes: dict[str, int], changes
         workpiece.opened, given, work.options, work.bandwidth, work.instruments, work.progress,
         budget_s=_BUDGET_S, only=lambda name: name not in work.refused,
     )  # fmt: skip
-    fusions, dropped = _sized(workpiece, decided.fusions)
+    fusions, dropped = all_sized(workpiece, decided.fusions)
     dropped += [(name, "it decides by one size") for name in decided.refused]
     if not fusions and not decided.passes and not changes:
         reason = "nothing that serves other sizes pays near these"
@@ -301,16 +299,6 @@ def _decided(work: _Shapes, workpiece: Workpiece, sizes: dict[str, int], changes
             reason = f"near these sizes the original ops take {times}"
             return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
     return Served(sizes=sizes, module=module), row
-
-
-def _sized(workpiece: Workpiece, fusions: Sequence[BuiltFusion]) -> tuple[list[BuiltFusion], list[tuple[str, str]]]:
-    found, dropped = [], []
-    for fusion in fusions:
-        try:
-            found.append(sized(workpiece, fusion))
-        except NoOneProgram as error:
-            dropped.append((fusion.planned.match.kernel, str(error)))
-    return found, dropped
 
 
 def _timed(

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.open_sizes import OneSizeOnly, opened_by_dynamo
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
@@ -27,6 +29,7 @@ from fusion_advisor.fuse.decide.choose import choose
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.try_fusions import try_all
+from fusion_advisor.fuse.dynamo_dynamic import NothingServes, optimise_open
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -98,6 +101,23 @@ def optimise(
             f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}",
         )
     return forward
+
+
+def optimise_for_any_size(region: Region, options: ApplyOptions) -> Call:
+    """Find, check, time and install what pays in one graph whose sizes are open; the original one where nothing serves them.
+
+    Args:
+        region: named, with the tensors of a call.
+        options: of the run.
+    """
+    try:
+        opened = opened_by_dynamo(region)
+        written = _written_input(describe(region, symbols=opened.symbols_now())[0])
+        if written is not None:
+            return _unfused(region.original, f"the graph writes to its input `{written}`")
+        return optimise_open(opened, options)
+    except (NothingServes, OneSizeOnly) as error:
+        return _unfused(region.original, str(error))
 
 
 def _written_input(ops: list[OpNode]) -> str | None:
@@ -198,5 +218,11 @@ def fuse_graph(
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         return _unfused(graph_module, "gradients are enabled; wrap the call in torch.no_grad()")
     if dynamo.has_dynamic_shapes(graph_module):
-        return _unfused(graph_module, "its sizes are symbolic; pass dynamic=False to torch.compile to get one graph per shape")
+        try:
+            return _FirstCall(graph_module, options, optimise_for_any_size)
+        except RuntimeError as error:
+            why = dynamo.why_untraceable(error)
+            if why is None:
+                raise
+            return _unfused(graph_module, why)
     return _FirstCall(graph_module, options, optimiser)

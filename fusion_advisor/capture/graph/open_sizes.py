@@ -8,7 +8,7 @@ ops have the same numbers at every size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class OpenCapture:
         names: the name of the dim that each of dynamo's symbols is the size of.
         guards: expressions that must be true of the sizes.
         environment: dynamo's, where every symbol lives; None where all sizes are fixed.
+        numbers: by place of a graph input the number that was written into the graph for it.
     """
 
     live: LiveCapture
@@ -47,6 +48,7 @@ class OpenCapture:
     names: Mapping[Any, str]
     guards: tuple[Any, ...]
     environment: Any
+    numbers: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def region(self) -> Region:
@@ -56,6 +58,10 @@ class OpenCapture:
     def symbols(self, sizes: Sizes) -> dict[Any, int]:
         """Return the size of each of dynamo's symbols."""
         return {symbol: sizes[name] for symbol, name in self.names.items()}
+
+    def symbols_now(self) -> dict[Any, int]:
+        """Return the size of each of dynamo's symbols in the call that was traced."""
+        return self.symbols(self.sizes)
 
     def holds(self, sizes: Sizes) -> bool:
         """Whether all that dynamo took for granted is true of other sizes."""
@@ -155,6 +161,66 @@ def capture_open(
     if live.written.tensors or live.written.made:
         raise OneSizeOnly("the call writes to tensors that it is given")
     return _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
+
+
+def opened_by_dynamo(region: Region) -> OpenCapture:
+    """Return a graph that dynamo handed over with open sizes; each symbol is a dim of its own name, and dynamo keeps the guards.
+
+    Args:
+        region: with the tensors of a call.
+
+    Raises:
+        OneSizeOnly: a size is not read off its inputs alone.
+    """
+    values = [node.meta.get("val") for node in region.graph.graph.nodes if node.op == "placeholder"]
+    sizes: dict[str, int] = {}
+    names: dict[Any, str] = {}
+    for value, given in zip(values, region.example_args, strict=True):
+        pairs = zip(value.shape, given.shape, strict=True) if isinstance(value, torch.Tensor) else [(value, given)]
+        for size, number in pairs:
+            symbol = symbolic_sizes.symbol_of(size)
+            if symbol is not None:
+                names[symbol] = str(symbol)
+                sizes[str(symbol)] = int(number)
+    numbers = put_input_numbers_in(region.graph, region.example_args)
+    let_nodes_stand_for_sizes(region.graph)
+    environment = symbolic_sizes.environment_of([value for value in values if value is not None])
+    live = LiveCapture(regions=[region], runs=[Run(0, tuple(region.example_args))])
+    return OpenCapture(live=live, sizes=sizes, names=names, guards=(), environment=environment, numbers=numbers)
+
+
+def put_input_numbers_in(graph_module: GraphModule, example_args: Sequence[Any]) -> dict[int, float]:
+    """Write the numbers that a graph reads off its inputs into its ops; return each with the input's place.
+
+    With ``dynamic=True`` dynamo passes a model's Python floats as tensors of one element: whoever runs the graph has to see that
+    they are the same.
+
+    Args:
+        graph_module: with open sizes; changed in place.
+        example_args: of the call whose numbers are written.
+    """
+    inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    read: dict[int, float] = {}
+    numbers: dict[Node, Any] = {}
+
+    def number(value: Any) -> Any:
+        return numbers.get(value, value) if isinstance(value, Node) else value
+
+    for node in list(graph_module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = node.args[0] if node.args else None
+        node.args, node.kwargs = _mapped(node.args, number), _mapped(node.kwargs, number)
+        if node.target is torch.ops.aten.item.default and isinstance(source, Node) and source in inputs:
+            slot = inputs.index(source)
+            numbers[node] = read[slot] = example_args[slot].item()
+        elif not node.all_input_nodes and symbolic_sizes.is_size(node.meta.get("val")):
+            assert callable(node.target)
+            numbers[node] = node.target(*node.args, **node.kwargs)
+    for node in reversed(numbers):
+        graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return read
 
 
 def _one_size(error: CannotCapture) -> Exception:

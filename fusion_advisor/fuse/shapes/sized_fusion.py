@@ -11,11 +11,11 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.op_records import describe, tensor_metas
 from fusion_advisor.capture.graph.open_sizes import OpenCapture, Sizes, let_nodes_stand_for_sizes
-from fusion_advisor.codegen.common.interface import BuiltKernel
+from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.passes.registry import PASSES
-from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, SiteRewrite, fused_call, rewrite_region
+from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.fuse.rewrite.sized_call import sized_call
 from fusion_advisor.fuse.shapes.pieces import Piece
 from fusion_advisor.ir.dtypes import CannotLower
@@ -159,7 +159,11 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
 def _bound(
     work: Workpiece, name: str, kernel: BuiltKernel, program: SizedProgram, lowered: Lowered, point: Point
 ) -> Callable[..., Any]:
-    launch = kernel.bind(program.at(work.leaves(point)))
+    try:
+        launch = kernel.bind(program.at(work.leaves(point)))
+    except (NoOneProgram, KernelBuildFailed) as error:
+        sizes = ", ".join(f"{dim}={size}" for dim, size in zip(work.names, point, strict=True))
+        raise LayoutChanged(f"{name} at {sizes}: {error}") from error
     return fused_call(name, launch, work.metas(lowered.given, point), work.metas(lowered.outputs, point))
 
 
@@ -176,6 +180,17 @@ def _require_one_kernel(fusion: BuiltFusion, program: SizedProgram, work: Workpi
         rendered = maker.render(there, fusion.planned.header, tuning=kernel.parameters, fast_math=kernel.fast_math)
         if rendered.entry != kernel.name:
             raise NoOneProgram(f"at {point} it takes a kernel of another form")
+
+
+def all_sized(work: Workpiece, fusions: Sequence[BuiltFusion]) -> tuple[list[BuiltFusion], list[tuple[str, str]]]:
+    """Return the fusions that serve every size of a piece, and the others' kernels with the reason."""
+    found, dropped = [], []
+    for fusion in fusions:
+        try:
+            found.append(sized(work, fusion))
+        except NoOneProgram as error:
+            dropped.append((fusion.planned.match.kernel, str(error)))
+    return found, dropped
 
 
 def build(work: Workpiece, fusions: Sequence[BuiltFusion], passes: Sequence[str]) -> GraphModule:

@@ -31,6 +31,16 @@ def has_dynamic_shapes(graph_module: torch.fx.GraphModule) -> bool:
     return False
 
 
+def why_untraceable(error: Exception) -> str | None:
+    """Return why a graph with open sizes cannot be traced again, where it is because a tensor's number decides."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode):
+        return f"a number in a tensor decides its shapes ({type(error).__name__})"
+    return None
+
+
 def break_reason(graph_module: torch.fx.GraphModule) -> tuple[str, str] | None:
     """Return why dynamo ended this graph early as (reason, ``file:line``), or None when it ended with the function."""
     compile_reason = getattr(graph_module, "compile_subgraph_reason", None)

@@ -79,6 +79,9 @@ def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
 def propagate(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Give each node of a graph the fake tensors that it returns on inputs of these layouts (``meta["val"]``).
 
+    A call of ours (weights that are viewed as one) looks at the memory of real tensors: it returns what it returned before, whose
+    layout depends on no input's.
+
     Args:
         graph_module: of ATen ops.
         inputs: real tensors and numbers.
@@ -86,8 +89,17 @@ def propagate(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+    class Propagation(FakeTensorProp):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            value = n.meta.get("val")
+            is_ours = str(getattr(n.target, "__module__", "")).startswith("fusion_advisor.fuse.")
+            if not is_ours or not isinstance(value, torch.Tensor):
+                return super().run_node(n)
+            n.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            return n.meta["val"]
+
     with torch.no_grad():
-        FakeTensorProp(graph_module, FakeTensorMode()).propagate(*inputs)
+        Propagation(graph_module, FakeTensorMode()).propagate(*inputs)
 
 
 def forget_real_tensors(modes: Iterable[Any]) -> None:

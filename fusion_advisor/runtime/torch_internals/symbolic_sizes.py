@@ -103,6 +103,13 @@ def environment_of(values: Sequence[object]) -> Any | None:
     return None
 
 
+def range_of(environment: Any, symbol: Any) -> tuple[int, int]:
+    """Return the least and the most that dynamo knows of a symbol; a bound that it does not know is -1."""
+    bounds = environment.var_to_range[symbol]
+    least, most = (int(bound) if isinstance(bound, sympy.Integer) else -1 for bound in (bounds.lower, bounds.upper))
+    return least, most
+
+
 def guards_of(environment: Any) -> list[Expression]:
     """Return what dynamo took for granted of the sizes while it traced, as expressions that must be true."""
     found = [guard.expr for guard in environment.guards]
