@@ -82,7 +82,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from fusion_advisor.fuse.live.restore_plan import apply_plan
     from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.plan.options import ApplyOptions
-    from fusion_advisor.fuse.plan.size_ranges import read_shapes
+    from fusion_advisor.fuse.plan.size_ranges import asked_shapes
     from fusion_advisor.records.serialize import write_capture, write_report
     from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
@@ -95,9 +95,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         fused = apply_plan(loaded, plan)
         fused.report = for_notebook(plan.report)
         return fused
-    if options.get("shapes") is not None:
-        options["shapes"] = read_shapes(options["shapes"])
-    chosen = _named("apply", loaded, ApplyOptions(**options))
+    chosen = _named("apply", loaded, ApplyOptions(**{**options, "shapes": asked_shapes(options.get("shapes"))}))
     take_out(model)
     folder = None if chosen.run_dir is None else Path(chosen.run_dir)
     if folder is None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fusion_advisor import units
-from fusion_advisor.capture.graph.open_sizes import OpenCapture, capture_open
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.capture.sizes.open_capture import OpenCapture, capture_open
 from fusion_advisor.errors import SequenceTooLong, SizeRejected
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.finish import AppliedRun

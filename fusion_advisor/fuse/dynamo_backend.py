@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from fusion_advisor.capture.graph.op_records import describe
-from fusion_advisor.capture.graph.open_sizes import OneSizeOnly, opened_by_dynamo
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
+from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, opened_by_dynamo
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.decide.choose import choose
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.graph.open_sizes import OpenCapture
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.passes.registry import PASSES

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
@@ -31,25 +30,9 @@ from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
 from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, specialise
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
-from fusion_advisor.fuse.shapes.serve import ServedPiece, ShapeTable
+from fusion_advisor.fuse.shapes.serve import ShapeTable, VerifiedCall
 from fusion_advisor.records import Report
 from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo, module_call
-
-
-@dataclass(slots=True, eq=False)
-class _Verified:
-    """A call that was verified.
-
-    Attributes:
-        sharing: which of its tensors share memory, where its graphs write to what they are given (a KV cache): such a call cannot
-            be started over, and what it reads before a write must not lie in what is written.
-        is_in_place: dynamo has handed over its graphs.
-        piece: of a range of sizes that serves it; None where it was verified by itself.
-    """
-
-    sharing: tuple[int, ...] | None
-    is_in_place: bool = False
-    piece: ServedPiece | None = None
 
 
 class FusedModel:
@@ -95,14 +78,11 @@ class FusedModel:
         self._on_first_use = on_first_use
         self._launches = LaunchCounter(graphs)
         self._rewritten = GraphTable(graphs, self._fallbacks)
-        self._verified: dict[Any, _Verified] = {}
+        self._verified: dict[Any, VerifiedCall] = {}
         """By signature."""
         self._unlearnable: set[Any] = set()
         self.shapes: ShapeTable | None = None
-        self._out_of_range: dict[Any, str] = {}
-        """By signature why no piece of the ranges serves it."""
-        self._ranged: list[Any] = []
-        """Signatures that were found in the ranges."""
+        """Ranges of sizes that are served."""
         self._objects: dict[int, Seen] = {}
         self._guard = ModuleGuard(model)
         self._original = module_call.original_call(model)
@@ -124,7 +104,7 @@ class FusedModel:
         self._launches.include(modules)
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves)
-        self._verified[key] = _Verified(sharing(leaves) if any(map(writes_to_inputs, regions)) else None)
+        self._verified[key] = VerifiedCall(sharing(leaves) if any(map(writes_to_inputs, regions)) else None)
         self._guard.watch(code for region in regions for code in region.code)
 
     def give_back(self) -> None:
@@ -167,13 +147,15 @@ class FusedModel:
         objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
         verified = self._verified.get(key)
+        why_not = ""
         if verified is None and self.shapes is not None:
-            verified = self._in_range(key, args, kwargs)
+            ranged = self.shapes.look_up(key, args, kwargs)
+            verified, why_not = (None, ranged) if isinstance(ranged, str) else (ranged, "")
         device = -1 if verified is None else _device_of(leaves)
         if device >= 0 and cuda_state.current_device_number() != device:
             with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
                 return self.dispatch(*args, **kwargs)
-        refusal = self._refusal_at_once(verified, leaves, self._out_of_range.get(key))
+        refusal = self._refusal_at_once(verified, leaves, why_not)
         if refusal is None:
             assert verified is not None  # any other is refused
             call = verified
@@ -206,7 +188,7 @@ class FusedModel:
         self._fallbacks.add(refusal, describe_difference(key, self._verified) if is_new else "")
         return self._original(*args, **kwargs)
 
-    def _run_compiled(self, verified: _Verified, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run_compiled(self, verified: VerifiedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if verified.piece is not None:
             return verified.piece.call(*args, **kwargs)
         if verified.is_in_place:
@@ -220,7 +202,7 @@ class FusedModel:
             self._fallbacks.add("dynamo did not hand over the graphs that were verified")
         return result
 
-    def _refusal_at_once(self, verified: _Verified | None, leaves: Sequence[torch.Tensor], why_not: str | None) -> str | None:
+    def _refusal_at_once(self, verified: VerifiedCall | None, leaves: Sequence[torch.Tensor], why_not: str) -> str | None:
         """Say why nothing may be launched for a call, or None; what a launch in vain would not hurt is asked after it."""
         if self._is_broken:
             return "a value inside the model was laid out differently than when it was verified"
@@ -267,25 +249,6 @@ class FusedModel:
         assert self.graphs is not None
         return GraphedRegion(module, names, self.graphs)
 
-    def _in_range(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Verified | None:
-        """Look a call up in the ranges, once for each signature."""
-        assert self.shapes is not None
-        if key in self._out_of_range:
-            return None
-        found = self.shapes.find(args, kwargs)
-        if isinstance(found, str):
-            if len(self._out_of_range) >= _MOST_REMEMBERED:
-                self._out_of_range.clear()
-            self._out_of_range[key] = found
-            return None
-        if len(self._ranged) >= _MOST_REMEMBERED:
-            for old in self._ranged:
-                self._verified.pop(old, None)
-            self._ranged.clear()
-        self._ranged.append(key)
-        verified = self._verified[key] = _Verified(None, is_in_place=True, piece=found)
-        return verified
-
     def specialize(self, *args: Any, **kwargs: Any) -> Specialised | None:
         """Make the kept kernels serve another call too: captured, bound to its sizes and checked, not tuned or timed again.
 
@@ -323,7 +286,7 @@ class FusedModel:
         self._rewritten.include(other._rewritten)
         self._launches.include(other._rewritten.modules)
         self._guard.include(other._guard)
-        self._verified = {**{key: _Verified(call.sharing) for key, call in other._verified.items()}, **self._verified}
+        self._verified = {**{key: VerifiedCall(call.sharing) for key, call in other._verified.items()}, **self._verified}
         return self
 
     def refresh(self) -> None:
@@ -411,7 +374,6 @@ class _Refused(Exception):
         self.reason = reason
 
 
-_MOST_REMEMBERED = 4096
 _MODE = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
 _OWN_OPS = "an input is of a tensor class that handles its ops by itself (__torch_function__ or __torch_dispatch__)"
 _UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"

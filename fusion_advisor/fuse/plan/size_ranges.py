@@ -48,6 +48,11 @@ def read_shapes(shapes: str | Mapping[str, Sequence[str | None]]) -> ShapeReques
     )
 
 
+def asked_shapes(shapes: str | Mapping[str, Sequence[str | None]] | ShapeRequest | None) -> ShapeRequest | None:
+    """Return what ``shapes`` asks for in any of its forms; None where nothing is asked."""
+    return shapes if shapes is None or isinstance(shapes, ShapeRequest) else read_shapes(shapes)
+
+
 def _read(part: str) -> tuple[str, int | None, int | None]:
     found = _PART.match(part)
     if found is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.graph.open_sizes import Dims, Sizes, call_tensors
+from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.plan.size_ranges import KNOWN, ShapeRequest
 from fusion_advisor.runtime.call_tensors import copied

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.graph.open_sizes import OpenCapture, concrete
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.profile import profile_regions
+from fusion_advisor.capture.sizes.one_size import at_one_size
+from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.fuse.decide.choose import choose
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
@@ -76,7 +77,7 @@ def decide_at(
         budget_s: seconds for timing the step.
         only: says which graph passes may be tried.
     """
-    live = concrete(opened, given)
+    live = at_one_size(opened, given)
     device = next(value.device for value in given if isinstance(value, torch.Tensor))
     options = replace(options, run_dir=None, effort="quick" if options.is_timed else options.effort, freeze=False)
     bench = Bench(live, on_cuda=device.type == "cuda", timer=instruments.timer)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from fusion_advisor.capture.graph.open_sizes import OneSizeOnly, OpenCapture
+from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture
 from fusion_advisor.records import SizeRange
 
 MOST_PIECES = 12

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion_advisor.capture.graph.open_sizes import Dims, Sizes, call_tensors, sizes_of
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route
+from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
 from fusion_advisor.fuse.shapes.pieces import Box, contains
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import copied
@@ -111,6 +111,23 @@ class ServedPiece:
 
 
 _MOST_RUNNERS = 1024
+_MOST_CALLS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class VerifiedCall:
+    """A call that was verified: one for each signature.
+
+    Attributes:
+        sharing: which of its tensors share memory, where its graphs write to what they are given (a KV cache): such a call cannot
+            be started over, and what it reads before a write must not lie in what is written.
+        is_in_place: dynamo has handed over its graphs.
+        piece: of a range of sizes that serves it; None where it was verified by itself.
+    """
+
+    sharing: tuple[int, ...] | None = None
+    is_in_place: bool = False
+    piece: ServedPiece | None = None
 
 
 class ShapeTable:
@@ -133,12 +150,30 @@ class ShapeTable:
         self.pieces = tuple(pieces)
         self._dims = dims
         self._like = self._pattern(*example)
+        self._known: dict[Any, VerifiedCall | str] = {}
+        """By signature: a call that is served, or why it is not."""
 
     @property
     def modules(self) -> list[GraphModule]:
         """All rewritten graphs, each once."""
         found = [point.module for piece in self.pieces for point in piece.points if point.module is not None]
         return list({id(module): module for module in found}.values())
+
+    def look_up(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> VerifiedCall | str:
+        """Return a call that the ranges serve, or why they do not; the call is looked at once for its signature.
+
+        Args:
+            key: its signature.
+            args: of the call.
+            kwargs: of the call.
+        """
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MOST_CALLS:
+                self._known.clear()
+            piece = self.find(args, kwargs)
+            found = self._known[key] = piece if isinstance(piece, str) else VerifiedCall(is_in_place=True, piece=piece)
+        return found
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ServedPiece | str:
         """Return the piece that serves a call, or why the original ops run."""

@@ -10,7 +10,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.op_records import describe, tensor_metas
-from fusion_advisor.capture.graph.open_sizes import OpenCapture, Sizes, let_nodes_stand_for_sizes
+from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes
+from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.fuse.decide.session import BuiltFusion

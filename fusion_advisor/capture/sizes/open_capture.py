@@ -1,24 +1,24 @@
 """One graph for all sizes of a range: dynamo keeps the dims that vary open and says what it took for granted of them.
 
 The graph is traced once, on a call of some size. What was assumed of the sizes (a branch on the length, a table that ends) stands
-in its guards. ``at_sizes`` makes of it the graph of one size, node for node: chains are found and lowered there, and a chain's
+in its guards. ``one_size`` makes of it the graph of one size, node for node: chains are found and lowered there, and a chain's
 ops have the same numbers at every size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
-from fusion_advisor.capture.graph.retrace import let_idle_dropout_return_its_input
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run, capture_regions
+from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes, put_input_numbers_in
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
-from fusion_advisor.runtime.torch_internals import fake_mode, symbolic_sizes
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
 Dims = Mapping[str, tuple[str, ...]]
 """By path of a tensor of the call (``input_ids``, ``args.0``) the name of each of its dims; an empty name is a fixed dim."""
@@ -189,40 +189,6 @@ def opened_by_dynamo(region: Region) -> OpenCapture:
     return OpenCapture(live=live, sizes=sizes, names=names, guards=(), environment=environment, numbers=numbers)
 
 
-def put_input_numbers_in(graph_module: GraphModule, example_args: Sequence[Any]) -> dict[int, float]:
-    """Write the numbers that a graph reads off its inputs into its ops; return each with the input's place.
-
-    With ``dynamic=True`` dynamo passes a model's Python floats as tensors of one element: whoever runs the graph has to see that
-    they are the same.
-
-    Args:
-        graph_module: with open sizes; changed in place.
-        example_args: of the call whose numbers are written.
-    """
-    inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    read: dict[int, float] = {}
-    numbers: dict[Node, Any] = {}
-
-    def number(value: Any) -> Any:
-        return numbers.get(value, value) if isinstance(value, Node) else value
-
-    for node in list(graph_module.graph.nodes):
-        if node.op != "call_function":
-            continue
-        source = node.args[0] if node.args else None
-        node.args, node.kwargs = _mapped(node.args, number), _mapped(node.kwargs, number)
-        if node.target is torch.ops.aten.item.default and isinstance(source, Node) and source in inputs:
-            slot = inputs.index(source)
-            numbers[node] = read[slot] = example_args[slot].item()
-        elif not node.all_input_nodes and symbolic_sizes.is_size(node.meta.get("val")):
-            assert callable(node.target)
-            numbers[node] = node.target(*node.args, **node.kwargs)
-    for node in reversed(numbers):
-        graph_module.graph.erase_node(node)
-    graph_module.recompile()
-    return read
-
-
 def _one_size(error: CannotCapture) -> Exception:
     cause = error.__cause__
     why = symbolic_sizes.why_fixed(cause) if isinstance(cause, Exception) else None
@@ -259,45 +225,6 @@ def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]
     return OpenCapture(live=live, sizes=dict(sizes), names=names, guards=guards, environment=environment)
 
 
-def let_nodes_stand_for_sizes(graph_module: GraphModule) -> None:
-    """Give each open size that is in an op's arguments, and the size of each open dim, a node that stands for it."""
-    graph = graph_module.graph
-    inputs = {
-        symbol: node
-        for node in reversed(graph.nodes)
-        if node.op == "placeholder" and (symbol := symbolic_sizes.symbol_of(node.meta.get("val"))) is not None
-    }
-    made: dict[Any, Node] = {}
-    after = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in [node for node in graph.nodes if node.op == "placeholder"]:
-        value = node.meta.get("val")
-        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            symbol = symbolic_sizes.symbol_of(size)
-            if symbol is not None and symbol not in inputs:  # dynamo hands over what its own graph reads
-                with graph.inserting_before(after):
-                    inputs[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-                inputs[symbol].meta["val"] = size
-
-    def named(value: Any) -> Any:
-        if not isinstance(value, torch.SymInt):
-            return value
-        expression = symbolic_sizes.expression_of(value)
-        if expression in inputs:
-            return inputs[expression]
-        if expression not in made:
-            symbols = sorted(symbolic_sizes.symbols_in(expression), key=str)
-            with graph.inserting_before(after):
-                compute = symbolic_sizes.computing(expression, symbols)
-                made[expression] = graph.call_function(compute, tuple(inputs[symbol] for symbol in symbols))
-            made[expression].meta["val"] = value
-        return made[expression]
-
-    for node in list(graph.nodes):
-        if node not in made.values():
-            node.args, node.kwargs = _mapped(node.args, named), _mapped(node.kwargs, named)
-    graph_module.recompile()
-
-
 def _on_named(guards: Sequence[Any], environment: Any, names: Mapping[Any, str]) -> tuple[Any, ...]:
     """Return the guards in symbols that have a name: dynamo notes those of equal sizes on symbols that it then replaces.
 
@@ -313,64 +240,3 @@ def _on_named(guards: Sequence[Any], environment: Any, names: Mapping[Any, str])
             raise OneSizeOnly(f"what it takes for granted ({guard}) is on more than the sizes that may vary")
         found.append(guard)
     return tuple(dict.fromkeys(found))
-
-
-def concrete(opened: OpenCapture, example_args: Sequence[Any]) -> LiveCapture:
-    """Return the graph of one size: the same nodes in the same order, with numbers where sizes were open.
-
-    Args:
-        opened: the graph.
-        example_args: what the region is called with at that size.
-    """
-    region = opened.region
-    graph = Graph()
-    values: dict[Node, Any] = {}
-    copies: dict[Node, Node] = {}
-    numbers = _numbers_of(opened, region, example_args)
-
-    def fixed(value: Any) -> Any:
-        expression = symbolic_sizes.expression_of(value)
-        return value if expression is value else symbolic_sizes.at_sizes(expression, numbers)
-
-    for node in region.graph.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt):
-            values[node] = fixed(value)
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Node):
-            return values[value] if value in values else copies[value]
-        return fixed(value)
-
-    for node, copy in copies.items():
-        copy.args, copy.kwargs = _mapped(node.args, replaced), _mapped(node.kwargs, replaced)
-    module = GraphModule(region.graph, graph, class_name="RegionOfOneSize")
-    fake_mode.propagate(module, example_args)
-    let_idle_dropout_return_its_input(module)
-    one = replace(region, graph=module, original=module, example_args=tuple(example_args), route=None)
-    return LiveCapture(regions=[one], runs=[Run(0, tuple(example_args))], written=opened.live.written)
-
-
-def _numbers_of(opened: OpenCapture, region: Region, example_args: Sequence[Any]) -> dict[Any, int]:
-    found: dict[Any, int] = {}
-    inputs = [node for node in region.graph.graph.nodes if node.op == "placeholder"]
-    for node, given in zip(inputs, example_args, strict=True):
-        value = node.meta.get("val")
-        sizes = zip(value.shape, given.shape, strict=True) if isinstance(value, torch.Tensor) else [(value, given)]
-        for open_size, size in sizes:
-            symbol = symbolic_sizes.symbol_of(open_size)
-            if symbol in opened.names:
-                found[symbol] = int(size)
-    return found
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a node's arguments with each leaf replaced; a slice's parts are leaves."""
-    if isinstance(value, tuple | list):
-        return type(value)([_mapped(item, change) for item in value])
-    if isinstance(value, dict):
-        return {name: _mapped(item, change) for name, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_mapped(one, change) for one in (value.start, value.stop, value.step)))
-    return change(value)
