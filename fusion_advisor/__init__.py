@@ -83,6 +83,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.plan.options import ApplyOptions
     from fusion_advisor.fuse.plan.size_ranges import asked_shapes
+    from fusion_advisor.fuse.restore_shapes import restore_shapes
     from fusion_advisor.records.serialize import write_capture, write_report
     from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
@@ -93,6 +94,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
             raise TypeError(f"a plan is put in as it was made, without {', '.join(sorted(options))}")
         take_out(model)
         fused = apply_plan(loaded, plan)
+        restore_shapes(fused, loaded, plan)
         fused.report = for_notebook(plan.report)
         return fused
     chosen = _named("apply", loaded, ApplyOptions(**{**options, "shapes": asked_shapes(options.get("shapes"))}))

@@ -21,19 +21,30 @@ from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, capture_open
 from fusion_advisor.errors import SequenceTooLong, SizeRejected
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
+from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
-from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES, kept_ids
+from fusion_advisor.fuse.passes.registry import PASSES, kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.fuse.rewrite.record import CopyRoom
 from fusion_advisor.fuse.shapes.call_sizes import dims_of, resized
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
+from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, find_pieces
-from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable
+from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build
-from fusion_advisor.records import Bandwidth, Report, ShapePiece, ShapePoint, ShapeRanges, SizeRange, Timing
+from fusion_advisor.records import (
+    Bandwidth,
+    RenderedKernel,
+    Report,
+    ShapeFusion,
+    ShapePiece,
+    ShapePoint,
+    ShapeRanges,
+    SizeRange,
+    Timing,
+)
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.host_timer import step_timer
@@ -227,48 +238,37 @@ def with_shapes(
 def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     """Decide a piece, and start it."""
     opened = piece.opened
-    changes = [] if opened is None else _change_layouts(opened, work.kept)
     if opened is None:
-        refused = ServedPiece(box=piece.box, compiled=None, route=None, slots={}, points=(), refusal=piece.refusal)
-        return refused, ShapePiece(ranges=piece.box, refusal=piece.refusal)
+        return serving(piece, ()), ShapePiece(ranges=piece.box, refusal=piece.refusal)
+    changes = change_layouts(opened, work.kept)
     asked = work.options.shape_points
     points = points_of(piece.box, most=_MOST_ELEMENTS["cuda" if work.on_cuda else "cpu"], asked=asked)
     workpiece = Workpiece(piece)
     rows, found = [], []
+    kernels: dict[str, RenderedKernel] = {}
     for sizes in points:
         try:
-            served, row = _decided(work, workpiece, sizes, changes)
+            served, point = _decided(work, workpiece, sizes, changes, kernels)
         except LooksAtSizes as error:
             work.refused.add(str(error))
             return _served(work, replace(piece, opened=work.capture(dict(opened.sizes))))
-        rows.append(row)
+        rows.append(point)
         found.append(served)
     workpiece.forget_records()
-    one = ServedPiece(
-        box=piece.box, compiled=opened.live.compiled, route=opened.region.route, slots=opened.slots(), points=tuple(found),
-        names=opened.region.names, code=opened.region.code, holds=opened.holds if opened.guards else None,
-    )  # fmt: skip
-    return one, ShapePiece(ranges=piece.box, points=tuple(rows))
+    row = ShapePiece(
+        ranges=piece.box,
+        points=tuple(rows),
+        kernels=tuple(kernels.values()),
+        layouts=tuple(changes),
+        graph=workpiece.graph_hash(),
+    )
+    return serving(piece, found), row
 
 
-def _change_layouts(opened: OpenCapture, kept: Collection[str]) -> list[str]:
-    """Change a piece's graph as the example's was, where the change serves other sizes; return the ids of the changes.
-
-    Weights that do not lie side by side stay as they are: only the example's plan may hold a copy of them.
-    """
-    found = []
-    for rewrite in LAYOUT_CHANGES.values():
-        if not rewrite.serves_other_shapes or rewrite.id not in kept:
-            continue
-        (changed,) = next(iter(rewrite.change([opened.region], CopyRoom())))
-        if changed.changed:
-            opened.live.regions[0] = changed.region
-            found.append(rewrite.id)
-    return found
-
-
-def _decided(work: _Shapes, workpiece: Workpiece, sizes: dict[str, int], changes: Sequence[str]) -> tuple[Served, ShapePoint]:
-    """Decide one point of a piece: what runs near it, and its row."""
+def _decided(
+    work: _Shapes, workpiece: Workpiece, sizes: dict[str, int], changes: Sequence[str], kernels: dict[str, RenderedKernel]
+) -> tuple[Served, ShapePoint]:
+    """Decide one point of a piece: what runs near it, and its row; ``kernels`` gets the kernels by name."""
     where = tuple(sizes.items())
     args, kwargs = work.call_at(sizes)
     given = example_args(workpiece.opened, args, kwargs)
@@ -283,11 +283,13 @@ def _decided(work: _Shapes, workpiece: Workpiece, sizes: dict[str, int], changes
         reason = "nothing that serves other sizes pays near these"
         return Served(sizes=sizes, module=None, reason=reason), ShapePoint(sizes=where, dropped=tuple(dropped), reason=reason)
     module = build(workpiece, fusions, decided.passes)
+    kernels.update({fusion.kernel.name: fusion.kernel for fusion in fusions})
     names = (*(fusion.planned.match.kernel for fusion in fusions), *decided.passes, *changes)
     check = check_region(decided.region, module.forward)
     row = ShapePoint(
-        sizes=where, rewrites=names, dropped=tuple(dropped), rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2
-    )
+        sizes=where, rewrites=names, fusions=tuple(map(_row_of, fusions)), passes=decided.passes, dropped=tuple(dropped),
+        rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2,
+    )  # fmt: skip
     if not check.is_passed:
         reason = f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
         return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
@@ -299,6 +301,13 @@ def _decided(work: _Shapes, workpiece: Workpiece, sizes: dict[str, int], changes
             reason = f"near these sizes the original ops take {times}"
             return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
     return Served(sizes=sizes, module=module), row
+
+
+def _row_of(fusion: BuiltFusion) -> ShapeFusion:
+    planned = fusion.planned
+    return ShapeFusion(
+        match=planned.match, kernel=fusion.kernel.name, sites=tuple(site.op_indices for site in planned.chain.sites)
+    )
 
 
 def _timed(

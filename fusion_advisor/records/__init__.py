@@ -41,7 +41,7 @@ from fusion_advisor.records.run import (
     TooBusy,
     Workload,
 )
-from fusion_advisor.records.shapes import ShapePiece, ShapePoint, ShapeRanges, SizeRange
+from fusion_advisor.records.shapes import ShapeFusion, ShapePiece, ShapePoint, ShapeRanges, SizeRange
 from fusion_advisor.records.step import (
     COMPILED,
     EAGER,
@@ -100,6 +100,7 @@ __all__ = [
     "Report",
     "RewriteCandidate",
     "RewriteStage",
+    "ShapeFusion",
     "ShapePiece",
     "ShapePoint",
     "ShapeRanges",

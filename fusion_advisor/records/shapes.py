@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusion_advisor.records.chain import Match
+from fusion_advisor.records.rewrite import RenderedKernel
 from fusion_advisor.records.run import Timing
 
 
@@ -27,6 +29,17 @@ class SizeRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeFusion:
+    """A chain with its kernel, at all sizes of a piece."""
+
+    match: Match
+    kernel: str
+    """Name of one of the piece's kernels."""
+    sites: tuple[tuple[int, ...], ...]
+    """Op indices of each site, in the piece's graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShapePoint:
     """What stays near one point of a piece, and the step's times there."""
 
@@ -34,6 +47,10 @@ class ShapePoint:
     """Of each dim that may vary."""
     rewrites: tuple[str, ...] = ()
     """Kernels and ids of graph passes that stay."""
+    fusions: tuple[ShapeFusion, ...] = ()
+    """The kernels among them, with their sites."""
+    passes: tuple[str, ...] = ()
+    """The graph passes among them."""
     dropped: tuple[tuple[str, str], ...] = ()
     """What paid here and cannot serve a range, with the reason."""
     eager: Timing | None = None
@@ -54,6 +71,12 @@ class ShapePiece:
     points: tuple[ShapePoint, ...] = ()
     refusal: str = ""
     """Why the original ops run in all of it."""
+    kernels: tuple[RenderedKernel, ...] = ()
+    """Of all points, each once."""
+    layouts: tuple[str, ...] = ()
+    """Ids of rewrites that changed the graph before chains were found."""
+    graph: str = ""
+    """Hash of the piece's graph: another one is served by no saved plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
-from fusion_advisor.fuse.shapes.pieces import Box, contains
+from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import copied
 
@@ -108,6 +108,23 @@ class ServedPiece:
         """Call the model through dynamo's guards."""
         assert self.compiled is not None
         return self.compiled.call(*args, **kwargs)
+
+
+def serving(piece: Piece, points: Sequence[Served]) -> ServedPiece:
+    """Return a piece that is ready to serve.
+
+    Args:
+        piece: with its graph; without one the original ops run.
+        points: what runs near which sizes.
+    """
+    opened = piece.opened
+    if opened is None:
+        return ServedPiece(box=piece.box, compiled=None, route=None, slots={}, points=(), refusal=piece.refusal)
+    region = opened.region
+    return ServedPiece(
+        box=piece.box, compiled=opened.live.compiled, route=region.route, slots=opened.slots(), points=tuple(points),
+        names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
+    )  # fmt: skip
 
 
 _MOST_RUNNERS = 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,6 +64,11 @@ class Workpiece:
         self._programs: dict[Any, SizedProgram] = {}
         self._at: tuple[Point, tuple[int, ...]] | None = None
 
+    @property
+    def first_point(self) -> Point:
+        """The sizes at which chains are lowered first."""
+        return self._points[0]
+
     def sizes(self, point: Point) -> Sizes:
         """Return the size of every dim."""
         return {**dict(zip(self.names, point, strict=True)), **self.fixed}
@@ -79,6 +85,11 @@ class Workpiece:
         if point not in self._records:
             self._records[point] = describe(self.opened.region, symbols=self.opened.symbols(self.sizes(point)))[0]
         return self._records[point]
+
+    def graph_hash(self) -> str:
+        """Return what is equal for equal graphs: a hash of the records at the sizes that were traced."""
+        plain = [replace(op, source_file="", source_line=0, source_text="", module_path="") for op in self.ops]
+        return hashlib.sha256(repr(plain).encode()).hexdigest()[:32]
 
     def forget_records(self) -> None:
         """Drop all records: every fusion has its program."""

@@ -1,0 +1,146 @@
+"""A saved plan's ranges of sizes: pieces are captured and compared, kernels built and checked; nothing is timed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.capture.sizes.one_size import at_one_size
+from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
+from fusion_advisor.chains.find import outputs_of
+from fusion_advisor.codegen.common.interface import BuiltKernel, Header, KernelBuildFailed, library_origin
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse.decide.session import BuiltFusion
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.model_check import check_region
+from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.shapes.call_sizes import resized
+from fusion_advisor.fuse.shapes.decide_at import example_args
+from fusion_advisor.fuse.shapes.layouts import change_layouts
+from fusion_advisor.fuse.shapes.pieces import Piece, find_pieces
+from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
+from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, sized
+from fusion_advisor.ir.operand_names import with_names
+from fusion_advisor.ir.sized_program import NoOneProgram
+from fusion_advisor.lowering.memo import lower_sites
+from fusion_advisor.lowering.rules.tables import CannotLower
+from fusion_advisor.records import Chain, RenderedKernel, ShapeFusion, ShapePiece, ShapePoint, Site
+from fusion_advisor.workload.device import current_device
+from fusion_advisor.workload.load import LoadedWorkload
+
+
+def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) -> None:
+    """Let a model serve the ranges that a saved plan was decided for.
+
+    Args:
+        fused: the model, with the plan's example call in place.
+        loaded: the model and that call.
+        saved: the plan; without ranges nothing is done.
+
+    Raises:
+        PlanMismatch: the model makes other pieces or graphs of the ranges, or a kernel's numbers no longer pass.
+    """
+    ranges = saved.report.shapes
+    if ranges is None:
+        return
+    dims = dict(ranges.dims)
+
+    def capture(sizes: dict[str, int]) -> OpenCapture:
+        args, kwargs = resized(loaded.args, loaded.kwargs, dims, sizes)
+        return capture_open(loaded.model, args, kwargs, dims, model_id=loaded.record.model_id)
+
+    with (
+        current_device(torch.device(loaded.record.device)), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs),
+        tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder,
+    ):  # fmt: skip
+        pieces = find_pieces(ranges.asked, capture)
+        if [piece.box for piece in pieces] != [piece.ranges for piece in ranges.pieces]:
+            raise _mismatch(saved, "the model makes other pieces of the ranges")
+        work = _Restoring(loaded, saved, dims, Path(folder))
+        served = [work.piece(piece, row) for piece, row in zip(pieces, ranges.pieces, strict=True)]
+    fused.serve(ShapeTable(ranges.asked, dims, served, (loaded.args, loaded.kwargs)))
+
+
+def _mismatch(saved: SavedPlan, detail: str) -> PlanMismatch:
+    return PlanMismatch(run=saved.run_dir.name, detail=f"its sizes: {detail}")
+
+
+class _Restoring:
+    """The work on one plan's pieces."""
+
+    def __init__(self, loaded: LoadedWorkload, saved: SavedPlan, dims: Mapping[str, tuple[str, ...]], folder: Path) -> None:
+        self._loaded, self._saved, self._dims, self._folder = loaded, saved, dims, folder
+        self._built: dict[str, BuiltKernel] = {}
+
+    def piece(self, piece: Piece, row: ShapePiece) -> ServedPiece:
+        """Build one piece and check it at its points."""
+        if piece.opened is None or not any(not point.reason for point in row.points):
+            points = [Served(sizes=dict(point.sizes), module=None, reason=point.reason) for point in row.points]
+            return serving(piece, points)
+        change_layouts(piece.opened, row.layouts)
+        work = Workpiece(piece)
+        if work.graph_hash() != row.graph:
+            raise _mismatch(self._saved, f"at {', '.join(one.text for one in row.ranges)} the model makes another graph")
+        kernels = {kernel.name: kernel for kernel in row.kernels}
+        served = [self._point(work, point, kernels) for point in row.points]
+        work.forget_records()
+        return serving(piece, served)
+
+    def _point(self, work: Workpiece, row: ShapePoint, kernels: Mapping[str, RenderedKernel]) -> Served:
+        sizes = dict(row.sizes)
+        if row.reason:
+            return Served(sizes=sizes, module=None, reason=row.reason)
+        try:
+            fusions = [self._fusion(work, one, kernels[one.kernel], f"S{n}") for n, one in enumerate(row.fusions, start=1)]
+            module = build(work, fusions, row.passes)
+        except (NoOneProgram, CannotLower, KernelBuildFailed, LooksAtSizes, KeyError) as error:
+            raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
+        args, kwargs = resized(self._loaded.args, self._loaded.kwargs, self._dims, sizes)
+        region = at_one_size(work.opened, example_args(work.opened, args, kwargs)).regions[0]
+        check = check_region(region, module.forward)
+        if not check.is_passed:
+            raise _mismatch(self._saved, f"at {_text(sizes)} the numbers no longer pass: {check.fused_rel_l2:.1e}")
+        return Served(sizes=sizes, module=module)
+
+    def _fusion(self, work: Workpiece, row: ShapeFusion, kernel: RenderedKernel, name: str) -> BuiltFusion:
+        """Render, build and bind one kernel again, for the piece's sites."""
+        ops = work.records(work.first_point)
+        outputs = outputs_of(ops, list(row.sites))
+        lowered = lower_sites(ops, list(zip(row.sites, outputs, strict=True)), is_exact=self._saved.report.is_exact)
+        program = lowered[0].program
+        if row.match.operands:
+            program = with_names(program, row.match.operands, dict(row.match.named_values))
+        origin = library_origin(row.match.kernel, row.match.variant) if row.match.is_library else "generated from the chain"
+        title = kernel.name.removeprefix("fa_").rpartition("_")[0].removesuffix("_fast")
+        header = Header(title=title, summary=f"{row.match.kernel} in one kernel", origin=origin, source=row.match.source)
+        planned = PlannedFusion(
+            id=name, chain=_chain(name, row.sites), match=row.match, program=program, sites=tuple(lowered), header=header
+        )
+        rendered = backend_named(kernel.backend).render(program, header, tuning=kernel.parameters, fast_math=kernel.fast_math)
+        if rendered.entry != kernel.name:
+            raise NoOneProgram(f"{row.match.kernel} would be another kernel ({rendered.entry}, not {kernel.name})")
+        if rendered.source not in self._built:
+            path = self._folder / f"{rendered.entry}{rendered.suffix}"
+            self._built[rendered.source] = backend_named(kernel.backend).build(rendered, path)
+        fusion = BuiltFusion(planned=planned, kernel=kernel, sites=(), refusals=(), built=self._built[rendered.source])
+        return sized(work, fusion)
+
+
+def _chain(name: str, sites: Sequence[tuple[int, ...]]) -> Chain:
+    places = tuple(
+        Site(op_indices=indices, module_path="", source_file="", source_line=0, source_text="", device_ns=0) for indices in sites
+    )
+    return Chain(
+        id=name, ops=(), sites=places, launches=0, device_ns=0, share=0.0, moved_bytes=0, floor_bytes=0, floor_ns=0,
+        saving_bound_ns=0, is_reduction=False, dtype="", shape=(),
+    )  # fmt: skip
+
+
+def _text(sizes: Sizes) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
