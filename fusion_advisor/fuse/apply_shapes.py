@@ -25,6 +25,7 @@ from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
+from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.registry import PASSES, kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
@@ -33,7 +34,7 @@ from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, find_pieces
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
-from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build
+from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
 from fusion_advisor.records import (
     Bandwidth,
     RenderedKernel,
@@ -283,6 +284,8 @@ def _decided(
         reason = "nothing that serves other sizes pays near these"
         return Served(sizes=sizes, module=None, reason=reason), ShapePoint(sizes=where, dropped=tuple(dropped), reason=reason)
     module = build(workpiece, fusions, decided.passes)
+    served = finished(workpiece, module, sizes, with_flags=DROP_MASKS.id in decided.passes)
+    module = served.graph_at(tuple(sizes[name] for name in workpiece.names))
     kernels.update({fusion.kernel.name: fusion.kernel for fusion in fusions})
     names = (*(fusion.planned.match.kernel for fusion in fusions), *decided.passes, *changes)
     check = check_region(decided.region, module.forward)
@@ -300,7 +303,7 @@ def _decided(
             times = f"{units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}"
             reason = f"near these sizes the original ops take {times}"
             return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
-    return Served(sizes=sizes, module=module), row
+    return served, row
 
 
 def _row_of(fusion: BuiltFusion) -> ShapeFusion:

@@ -19,13 +19,14 @@ from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.shapes.call_sizes import resized
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Piece, find_pieces
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
-from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, sized
+from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
 from fusion_advisor.ir.operand_names import with_names
 from fusion_advisor.ir.sized_program import NoOneProgram
 from fusion_advisor.lowering.memo import lower_sites
@@ -98,15 +99,15 @@ class _Restoring:
             return Served(sizes=sizes, module=None, reason=row.reason)
         try:
             fusions = [self._fusion(work, one, kernels[one.kernel], f"S{n}") for n, one in enumerate(row.fusions, start=1)]
-            module = build(work, fusions, row.passes)
+            served = finished(work, build(work, fusions, row.passes), sizes, with_flags=DROP_MASKS.id in row.passes)
         except (NoOneProgram, CannotLower, KernelBuildFailed, LooksAtSizes, KeyError) as error:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
         args, kwargs = resized(self._loaded.args, self._loaded.kwargs, self._dims, sizes)
         region = at_one_size(work.opened, example_args(work.opened, args, kwargs)).regions[0]
-        check = check_region(region, module.forward)
+        check = check_region(region, served.graph_at(tuple(sizes[name] for name in work.names)).forward)
         if not check.is_passed:
             raise _mismatch(self._saved, f"at {_text(sizes)} the numbers no longer pass: {check.fused_rel_l2:.1e}")
-        return Served(sizes=sizes, module=module)
+        return served
 
     def _fusion(self, work: Workpiece, row: ShapeFusion, kernel: RenderedKernel, name: str) -> BuiltFusion:
         """Render, build and bind one kernel again, for the piece's sites."""

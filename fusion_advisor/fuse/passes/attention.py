@@ -35,10 +35,7 @@ def drop_masks(graph: Graph, region: Region, _constants: dict[str, torch.Tensor]
     """
     meanings = mask_meanings(graph, region)
     for node, found in meanings.items():
-        arguments = [_argument(node, name) for name in _ARGUMENTS]
-        arguments[3], arguments[5] = None, found == "causal"
-        arguments[4] = arguments[4] or 0.0
-        node.args, node.kwargs = tuple(arguments), {name: value for name, value in node.kwargs.items() if name not in _ARGUMENTS}
+        put_flag(node, found)
     return len(meanings)
 
 
@@ -49,16 +46,12 @@ def mask_meanings(graph: Graph, region: Region) -> dict[Node, str]:
         graph: the region's, or a copy of it.
         region: holds the literals of the model's own code.
     """
-    calls = [
-        node
-        for node in graph.nodes
-        if node.target is _SDPA and isinstance(_argument(node, "attn_mask"), Node) and not _argument(node, "is_causal")
-    ]
+    calls = masked_calls(graph)
     literals = literals_of(graph, region)
     foldable = foldable_nodes(graph, literals)
-    masks = [mask for mask in {_argument(node, "attn_mask"): None for node in calls} if mask in foldable]
-    meaning = {mask: _meaning(value) for mask, value in evaluate(masks, literals).items()}
-    found = {node: meaning.get(_argument(node, "attn_mask")) for node in calls}
+    masks = [mask for mask in dict.fromkeys(calls.values()) if mask in foldable]
+    meaning = {mask: meaning_of(value) for mask, value in evaluate(masks, literals).items()}
+    found = {node: meaning.get(mask) for node, mask in calls.items()}
     return {node: text for node, text in found.items() if text is not None}
 
 
@@ -105,6 +98,26 @@ def group_query_heads(graph: Graph, _region: Region, _constants: dict[str, torch
         node.args, node.kwargs = tuple(arguments), {**node.kwargs, "enable_gqa": True}
         changed += 1
     return changed
+
+
+def masked_calls(graph: Graph) -> dict[Node, Node]:
+    """Return the attention calls that are given a mask, each with it."""
+    calls = [node for node in graph.nodes if node.target is _SDPA and not _argument(node, "is_causal")]
+    masks = {node: _argument(node, "attn_mask") for node in calls}
+    return {node: mask for node, mask in masks.items() if isinstance(mask, Node)}
+
+
+def put_flag(call: Node, meaning: str) -> None:
+    """Give an attention call a flag in place of its mask.
+
+    Args:
+        call: of ``scaled_dot_product_attention``.
+        meaning: of its mask: ``causal`` or ``all true``.
+    """
+    arguments = [_argument(call, name) for name in _ARGUMENTS]
+    arguments[3], arguments[5] = None, meaning == "causal"
+    arguments[4] = arguments[4] or 0.0
+    call.args, call.kwargs = tuple(arguments), {name: value for name, value in call.kwargs.items() if name not in _ARGUMENTS}
 
 
 def _argument(node: Node, name: str) -> Any:
@@ -158,7 +171,8 @@ def _put_mask(graph: Graph, mask: Node, calls: list[Node], additive: torch.Tenso
         call.kwargs = {name: value for name, value in call.kwargs.items() if name not in _ARGUMENTS[:4]}
 
 
-def _meaning(mask: torch.Tensor) -> str | None:
+def meaning_of(mask: torch.Tensor) -> str | None:
+    """Return ``causal`` or ``all true`` where a mask says no more than that, element by element; None for any other."""
     allowed = mask
     if mask.dtype != torch.bool:
         blocked = mask <= torch.finfo(mask.dtype).min

@@ -30,11 +30,31 @@ class Served:
         sizes: of the point.
         module: the piece's graph with the rewrites that stay there; None: the original ops.
         reason: why the original ops run.
+        plain: the same with masks, for shapes at which they say more than a flag does.
+        says_flags: whether the masks of a shape, by its open sizes, say what the flags in ``module`` do; None: there are none.
     """
 
     sizes: Sizes
     module: GraphModule | None
     reason: str = ""
+    plain: GraphModule | None = None
+    says_flags: Callable[..., bool] | None = None
+
+    @property
+    def modules(self) -> list[GraphModule]:
+        """Its graphs."""
+        return [module for module in (self.module, self.plain) if module is not None]
+
+    def graph_at(self, point: tuple[int, ...]) -> GraphModule:
+        """Return the graph that runs at a shape.
+
+        Args:
+            point: its open sizes.
+        """
+        flagged = self.says_flags is None or self.says_flags(*point)
+        chosen = self.module if flagged else self.plain
+        assert chosen is not None  # `find` sends a call without a graph to the original ops
+        return chosen
 
     def distance(self, sizes: Sizes) -> float:
         """Return how far other sizes are: by their product first (what a kernel moves), then by each."""
@@ -97,10 +117,10 @@ class ServedPiece:
         if run is None:
             fixed = {one.name: one.least for one in self.box}
             served = self.at({**fixed, **dict(zip(self.slots, key, strict=True))})
-            assert served.module is not None  # `find` sends such a call to the original ops
+            module = served.graph_at(key)
             if len(self._runners) >= _MOST_RUNNERS:
                 self._runners.clear()
-            run = served.module.forward if self._wrap is None else self._wrap(served.module, self.names)
+            run = module.forward if self._wrap is None else self._wrap(module, self.names)
             self._runners[key] = run
         return run(*args)
 
@@ -173,7 +193,7 @@ class ShapeTable:
     @property
     def modules(self) -> list[GraphModule]:
         """All rewritten graphs, each once."""
-        found = [point.module for piece in self.pieces for point in piece.points if point.module is not None]
+        found = [module for piece in self.pieces for point in piece.points for module in point.modules]
         return list({id(module): module for module in found}.values())
 
     def look_up(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> VerifiedCall | str:
