@@ -18,7 +18,7 @@ from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run, captur
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes, put_input_numbers_in
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
-from fusion_advisor.runtime.torch_internals import symbolic_sizes
+from fusion_advisor.runtime.torch_internals import dynamo, symbolic_sizes
 
 Dims = Mapping[str, tuple[str, ...]]
 """By path of a tensor of the call (``input_ids``, ``args.0``) the name of each of its dims; an empty name is a fixed dim."""
@@ -148,7 +148,8 @@ def capture_open(
     for path, names in dims.items():
         symbolic_sizes.leave_open(tensors[path], [n for n, name in enumerate(names) if name and tensors[path].shape[n] > 1])
     try:
-        live = capture_regions(model, args, kwargs, model_id=model_id, with_lines=False)
+        with dynamo.without_logged_guard_errors():
+            live = capture_regions(model, args, kwargs, model_id=model_id, with_lines=False)
     except CannotCapture as error:
         raise _one_size(error) from error
     except Exception as error:

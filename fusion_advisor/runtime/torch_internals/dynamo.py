@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -29,6 +30,18 @@ def has_dynamic_shapes(graph_module: torch.fx.GraphModule) -> bool:
         if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
             return True
     return False
+
+
+@contextlib.contextmanager
+def without_logged_guard_errors() -> Iterator[None]:
+    """Let dynamo raise what it has to say of guards, and not write it to the terminal too, forty lines of it."""
+    logger = logging.getLogger("torch._guards")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def why_untraceable(error: Exception) -> str | None:

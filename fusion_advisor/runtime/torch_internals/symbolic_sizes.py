@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -122,10 +123,14 @@ def assumption_count(environment: Any) -> tuple[int, int]:
 
 
 def why_fixed(error: Exception) -> str | None:
-    """Return dynamo's own sentence where a trace was refused because the model fixes a size that was to stay open."""
+    """Return why a trace was refused where it is because the model fixes a size that was to stay open."""
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
     if not isinstance(error, ConstraintViolationError):
         return None
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("-")]
+    fixed = re.search(r"L\[(.+?)\]\.size\(\)\[(\d+)\].*constant \((\d+)\)", lines[0] if lines else "")
+    if fixed is not None:
+        tensor = fixed[1].replace("']['", ".").replace("'", "")
+        return f"the model takes size {fixed[3]} of `{tensor}`, dim {fixed[2]}, for a constant"
     return lines[0] if lines else str(error).splitlines()[0]

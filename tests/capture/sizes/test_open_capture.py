@@ -1,0 +1,132 @@
+"""One graph for all sizes: it is traced once, says what it takes for granted, and at each size is the graph of that size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.utils
+
+from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.sizes.one_size import at_one_size
+from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, call_tensors, capture_open, sizes_of
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
+from tests import tiny
+
+
+class Rows(torch.nn.Module):
+    """Scales rows and looks at the length as ``look`` says."""
+
+    def __init__(self, look=lambda x: x):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.look = look
+
+    def forward(self, x):
+        x = self.look(x)
+        return (x * self.weight).flatten(0, 1)
+
+
+DIMS = {"x": ("batch", "seq", "")}
+
+
+def opened(look=lambda x: x, batch=3, seq=11):
+    return capture_open(Rows(look).eval(), (), {"x": torch.randn(batch, seq, 8)}, DIMS)
+
+
+def seen_at(found, batch, seq):
+    """What the graph is called with at some sizes."""
+    found.region.route.seen = seen = []
+    with torch.no_grad():
+        found.live.compiled.call(x=torch.randn(batch, seq, 8))
+    found.region.route.seen = None
+    return seen[0][1]
+
+
+def test_one_trace_serves_every_size():
+    found = opened()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for batch, seq in ((2, 2), (16, 4096), (5, 3)):
+        args = seen_at(found, batch, seq)
+        assert found.region.graph(*args)[0].shape == (batch * seq, 8)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    assert set(found.names.values()) == {"batch", "seq"}
+    assert found.guards == ()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_the_graph_of_one_size_has_the_same_ops_in_the_same_order(name):
+    model, kwargs = getattr(tiny, name)()
+    kwargs["input_ids"] = torch.randint(1, 200, (3, 11))
+    found = capture_open(model, (), kwargs, {"input_ids": ("batch", "seq")})
+    for batch, seq in ((2, 7), (5, 33)):
+        ids = torch.randint(1, 200, (batch, seq))
+        found.region.route.seen = seen = []
+        with torch.no_grad():
+            expected = found.live.compiled.call(**{**kwargs, "input_ids": ids}).logits
+        found.region.route.seen = None
+        one = at_one_size(found, seen[0][1])
+        ops, _ = describe(one.regions[0])
+        there, _ = describe(found.region, symbols=found.symbols({"batch": batch, "seq": seq}))
+        assert [(op.target, op.outputs, op.op_class, op.alias_of) for op in ops if op.outputs] == [
+            (op.target, op.outputs, op.op_class, op.alias_of) for op in there if op.outputs
+        ]
+        with torch.no_grad():
+            torch.testing.assert_close(one.regions[0].graph(*seen[0][1])[0], expected)
+    assert symbolic_sizes.assumption_count(found.environment)[0] == len(found.environment.guards)
+
+
+def test_records_remember_how_their_numbers_follow_from_the_sizes():
+    found = opened()
+    leaves = {}
+    tracked, _ = describe(found.region, symbols=found.symbols({"batch": 3, "seq": 11}), leaves=leaves)
+    flat = next(op for op in tracked if op.target.startswith("aten.flatten"))
+    (out,) = flat.outputs
+    assert out.shape == (33, 8)
+    values = [symbolic_sizes.at_sizes(leaf, found.symbols({"batch": 5, "seq": 7})) for leaf in leaves]
+    assert values[out.shape[0].form[1]] == 35
+    assert type(out.shape[1]) is int
+
+
+def test_a_branch_on_a_size_stands_in_the_guards():
+    found = opened(lambda x: x.relu() if x.shape[1] > 32 else x, seq=11)
+    assert found.holds({"batch": 3, "seq": 32})
+    assert not found.holds({"batch": 3, "seq": 33})
+    assert found.holds_alone("seq", 32)
+    assert not found.holds_alone("seq", 33)
+    assert found.holds_alone("batch", 1000)
+
+
+def test_a_combination_that_is_ruled_out_is_a_hole():
+    found = opened(lambda x: x if x.shape[0] * x.shape[1] != 64 else x.relu())
+    assert not found.holds({"batch": 4, "seq": 16})
+    assert found.holds_but_for_holes({"batch": 4, "seq": 16})
+    assert found.holds({"batch": 4, "seq": 17})
+
+
+@pytest.mark.parametrize(
+    ("look", "words"),
+    [
+        (lambda x: x + torch.ones(11, 1), "the model takes size 11 of `.*x`, dim 1, for a constant"),
+        (lambda x: (torch._dynamo.graph_break(), x)[1], "graphs"),
+        (lambda x: x.add_(1), "writes to tensors"),
+    ],
+)
+def test_what_serves_one_size_alone_is_refused_with_the_reason(look, words):
+    with pytest.raises(OneSizeOnly, match=words):
+        opened(look)
+
+
+def test_tensors_that_disagree_on_a_dim_have_no_sizes():
+    tensors = call_tensors((torch.ones(2, 3),), {"y": torch.ones(2, 4), "z": [torch.ones(5)]})
+    assert list(tensors) == ["args.0", "y", "z.0"]
+    assert sizes_of(tensors, {"args.0": ("b", "s"), "y": ("b", "")}) == {"b": 2, "s": 3}
+    assert sizes_of(tensors, {"args.0": ("b", "s"), "y": ("b", "s")}) is None
+    assert sizes_of(tensors, {"args.0": ("b",)}) is None
+    assert sizes_of(tensors, {"gone": ("b",)}) is None
+
+
+def test_a_size_that_no_input_hands_over_is_read_off_a_tensor():
+    found = opened(lambda x: x.transpose(0, 1).contiguous())
+    for name, (slot, dim) in found.slots().items():
+        args = seen_at(found, 4, 9)
+        assert (args[slot] if dim is None else args[slot].shape[dim]) == {"batch": 4, "seq": 9}[name]

@@ -1,0 +1,97 @@
+"""Ranges are split where a model makes another graph, and nowhere else; the pieces make up the ranges."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, capture_open
+from fusion_advisor.fuse.shapes import pieces
+from fusion_advisor.fuse.shapes.pieces import contains, find_pieces, sample_of
+from fusion_advisor.records import SizeRange
+from tests.capture.sizes.test_open_capture import DIMS, Rows
+
+BATCH, SEQ = SizeRange(name="batch", least=1, most=16), SizeRange(name="seq", least=1, most=100)
+
+
+def found(look, ranges=(BATCH, SEQ)):
+    model = Rows(look).eval()
+
+    def capture(sizes):
+        x = torch.randn(sizes.get("batch", 2), sizes.get("seq", 3), 8)
+        dims = {"x": tuple(name if name in sizes else "" for name in DIMS["x"])}
+        return capture_open(model, (), {"x": x}, dims)
+
+    return find_pieces(ranges, capture)
+
+
+def texts(found_pieces):
+    return [", ".join(one.text for one in piece.box) for piece in found_pieces]
+
+
+def test_a_size_of_one_has_a_piece_of_its_own():
+    assert texts(found(lambda x: x)) == [
+        "batch=2..16, seq=2..100",
+        "batch=2..16, seq=1",
+        "batch=1, seq=2..100",
+        "batch=1, seq=1",
+    ]
+
+
+def test_a_branch_splits_the_range_where_it_is():
+    ranges = (SizeRange(name="seq", least=2, most=100),)
+    split = found(lambda x: x.relu() if x.shape[1] > 32 else x, ranges)
+    assert sorted(texts(split)) == ["seq=2..32", "seq=33..100"]
+    for piece in split:
+        assert all(piece.opened.holds({"seq": size}) for size in range(piece.box[0].least, piece.box[0].most + 1))
+
+
+def test_a_single_size_in_between_is_a_piece():
+    ranges = (SizeRange(name="seq", least=2, most=40),)
+    split = found(lambda x: x if x.shape[1] != 20 else x.relu(), ranges)
+    assert sorted(texts(split)) == ["seq=2..19", "seq=20", "seq=21..40"]
+
+
+def test_pieces_make_up_the_ranges_and_do_not_overlap():
+    ranges = (SizeRange(name="batch", least=1, most=6), SizeRange(name="seq", least=1, most=20))
+    split = found(lambda x: x.relu() if x.shape[1] > 7 else (x if x.shape[0] < 4 else x.sin()), ranges)
+    for batch, seq in itertools.product(range(1, 7), range(1, 21)):
+        sizes = {"batch": batch, "seq": seq}
+        (piece,) = [one for one in split if contains(one.box, sizes)]
+        assert piece.opened is None or piece.opened.holds_but_for_holes(sizes)
+
+
+def test_a_size_that_the_model_fixes_is_refused_in_words():
+    (piece,) = found(lambda x: x + torch.ones(11, 1), (SizeRange(name="seq", least=11, most=12),))
+    assert piece.opened is None
+    assert piece.refusal
+
+
+def test_a_model_of_very_many_graphs_is_given_up(monkeypatch):
+    monkeypatch.setattr(pieces, "MOST_PIECES", 3)
+
+    def look(x):
+        for _ in range(x.shape[1] // 4):
+            x = x + 1
+        return x
+
+    split = found(look, (SizeRange(name="seq", least=2, most=100),))
+    refused = [piece for piece in split if piece.refusal]
+    assert len(split) - len(refused) <= 3
+    assert all("more than 3 graphs" in piece.refusal for piece in refused)
+
+
+def test_a_capture_that_serves_one_size_says_why():
+    def capture(_):
+        raise OneSizeOnly("it looks at a number in a tensor")
+
+    (piece,) = find_pieces((SizeRange(name="seq", least=2, most=3),), capture)
+    assert piece.refusal == "it looks at a number in a tensor"
+
+
+def test_samples_are_different_primes_of_moderate_size():
+    box = (SizeRange(name="batch", least=2, most=16), SizeRange(name="seq", least=2, most=4096))
+    assert sample_of(box) == {"batch": 5, "seq": 11}
+    assert sample_of((SizeRange(name="seq", least=1000, most=1003),)) == {"seq": 1000}
+    assert sample_of((SizeRange(name="batch", least=1, most=1), SizeRange(name="seq", least=1, most=1))) == {"batch": 1, "seq": 1}
