@@ -1,0 +1,92 @@
+"""A call is served if all but its open sizes is as in the example; each shape runs what stays near it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import symbolic_trace
+
+from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, VerifiedCall
+from fusion_advisor.records import SizeRange
+
+IDENTITY = symbolic_trace(torch.nn.Identity())
+DIMS = {"x": ("batch", "seq")}
+RANGES = (SizeRange(name="batch", least=1, most=8), SizeRange(name="seq", least=1, most=64))
+
+
+def piece(*points, box=RANGES, **given):
+    return ServedPiece(box=box, compiled=None, route=None, slots={}, points=points, **given)
+
+
+def point(batch, seq, module=IDENTITY, reason=""):
+    return Served(sizes={"batch": batch, "seq": seq}, module=module, reason=reason)
+
+
+def table(*pieces):
+    return ShapeTable(RANGES, DIMS, pieces, ((), {"x": torch.zeros(2, 4), "flag": True, "y": torch.zeros(3)}))
+
+
+def call(x, **other):
+    return {"x": x, "flag": True, "y": torch.zeros(3), **other}
+
+
+def test_a_call_of_any_size_inside_is_served():
+    one = piece(point(1, 1), point(8, 64))
+    for batch, seq in ((1, 1), (8, 64), (3, 7)):
+        assert table(one).find((), call(torch.zeros(batch, seq))) is one
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        call(torch.zeros(2, 4, dtype=torch.float64)),
+        call(torch.zeros(2, 4, 1)),
+        call(torch.zeros(4, 2).T),
+        call(torch.zeros(2, 4), flag=False),
+        call(torch.zeros(2, 4), flag=1),
+        call(torch.zeros(2, 4), y=torch.zeros(4)),
+        call(torch.zeros(2, 4), z=None),
+        {"x": torch.zeros(2, 4), "flag": True},
+    ],
+)
+def test_a_call_that_differs_in_anything_else_is_not(other):
+    assert table(piece(point(1, 1))).find((), other) == ""
+
+
+def test_why_a_size_is_not_served_is_said():
+    small = (SizeRange(name="batch", least=1, most=8), SizeRange(name="seq", least=1, most=8))
+    large = (SizeRange(name="batch", least=1, most=8), SizeRange(name="seq", least=9, most=64))
+    holes = piece(point(1, 1), box=small, holds=lambda sizes: sizes["batch"] * sizes["seq"] != 6)
+    found = table(holes, piece(box=large, refusal="it branches"))
+    assert found.find((), call(torch.zeros(9, 2))) == "batch is outside of batch=1..8"
+    assert found.find((), call(torch.zeros(2, 9))) == "it branches"
+    assert "at exactly these sizes" in found.find((), call(torch.zeros(2, 3)))
+    assert found.find((), call(torch.zeros(2, 4))) is holes
+    slower = table(piece(point(1, 1, module=None, reason="the original ops are faster"), point(8, 64)))
+    assert slower.find((), call(torch.zeros(1, 2))) == "the original ops are faster"
+
+
+def test_a_shape_runs_what_stays_near_it():
+    few, many = point(1, 4), point(8, 64)
+    one = piece(few, many)
+    assert one.at({"batch": 1, "seq": 8}) is few
+    assert one.at({"batch": 8, "seq": 32}) is many
+    assert one.at({"batch": 1, "seq": 64}) is many
+    wide, tall = point(1, 64), point(8, 8)
+    assert piece(wide, tall).at({"batch": 1, "seq": 63}) is wide
+
+
+def test_each_signature_is_looked_at_once():
+    found = table(piece(point(1, 1)))
+    first = found.look_up("a", (), call(torch.zeros(2, 4)))
+    assert isinstance(first, VerifiedCall)
+    assert found.look_up("a", (), {"another": "call"}) is first
+    assert found.look_up("b", (), call(torch.zeros(99, 4))) == "batch is outside of batch=1..8"
+
+
+def test_the_graph_with_masks_runs_where_flags_would_say_less():
+    plain = symbolic_trace(torch.nn.ReLU())
+    one = Served(sizes={"seq": 4}, module=IDENTITY, plain=plain, says_flags=lambda seq: seq < 10)
+    assert one.graph_at((9,)) is IDENTITY
+    assert one.graph_at((10,)) is plain
+    assert one.modules == [IDENTITY, plain]
