@@ -1,0 +1,222 @@
+"""One plan for any size of a range: right at random shapes, traced once, saved and put in again, and refused in words."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+import torch._dynamo.utils
+
+import fusion_advisor as fa
+from fusion_advisor.codegen.cpp.backend import find_compiler
+from fusion_advisor.errors import PlanMismatch, SequenceTooLong, SizeRejected, UsageError
+from fusion_advisor.fuse.apply_shapes import points_of
+from fusion_advisor.records import ShapeRanges, SizeRange
+from fusion_advisor.records.serialize import dump_report, load_report
+from tests import tiny
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="kernels of a CPU need a C++ compiler: apt-get install g++")
+
+RANGES = "batch=1..16,seq=1..64"
+
+
+def bert():
+    """A BERT of two layers, and a padded batch."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=200,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return BertModel(config).eval(), {"input_ids": torch.randint(1, 200, (2, 16)), "attention_mask": torch.ones(2, 16).long()}
+
+
+def vit():
+    """A ViT of two layers that interpolates its positions, and two images."""
+    from transformers import ViTConfig, ViTModel
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=64, patch_size=16
+    )
+    return ViTModel(config).eval(), {"pixel_values": torch.randn(2, 3, 64, 64), "interpolate_pos_encoding": True}
+
+
+def tokens(generator, kwargs):
+    batch, length = generator.randint(1, 16), generator.randint(1, 64)
+    call = {**kwargs, "input_ids": torch.randint(1, 200, (batch, length))}
+    if "attention_mask" in kwargs:
+        mask = torch.ones(batch, length, dtype=torch.long)
+        for row in mask:
+            row[generator.randint(1, length) :] = 0
+        call["attention_mask"] = mask
+    return call
+
+
+def images(generator, kwargs):
+    sizes = (generator.randint(1, 16), 3, generator.randint(32, 128), generator.randint(32, 128))
+    return {**kwargs, "pixel_values": torch.randn(sizes)}
+
+
+def served(model, kwargs, shapes, **options):
+    return fa.apply(model, kwargs, shapes=shapes, keep="verified", compile=False, **options)
+
+
+def errors_at_random(fused, original, kwargs, make, count, seed=0):
+    """The largest relative error over random shapes, against the original ops."""
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    worst = 0.0
+    for _ in range(count):
+        call = make(generator, kwargs)
+        with torch.no_grad():
+            ours, theirs = fused(**call)[0], original(**call)[0]
+        assert ours.shape == theirs.shape
+        worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("maker", "shapes", "make", "holes"),
+    [
+        (tiny.gpt2, RANGES, tokens, 0),
+        (tiny.qwen2, RANGES, tokens, 0),
+        (bert, RANGES, tokens, 0),
+        # Patches that are as many as the trained positions are not interpolated: another graph, which only the example has.
+        (vit, "batch=1..16,height=32..128,width=32..128", images, 12),
+    ],
+    ids=["gpt2", "qwen2", "bert", "vit"],
+)
+def test_random_shapes_go_through_one_plan(maker, shapes, make, holes):
+    model, kwargs = maker()
+    original = model._call_impl
+    with served(model, kwargs, shapes) as fused:
+        traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if not holes else "ignore")
+            assert errors_at_random(fused, original, kwargs, make, 125) < 2e-6
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == traced
+        assert sum(fused.fallbacks.values()) <= holes
+        assert fused.launches >= 125 * 5
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A GPT-2 whose plan serves ranges, and its run directory."""
+    folder = tmp_path_factory.mktemp("run")
+    model, kwargs = tiny.gpt2()
+    fused = served(model, kwargs, RANGES, run_dir=folder)
+    report = fused.report
+    fused.revert()
+    return folder, report
+
+
+def test_the_report_says_what_serves_which_sizes(saved):
+    _, report = saved
+    shapes = report.shapes
+    assert isinstance(shapes, ShapeRanges)
+    assert [", ".join(one.text for one in piece.ranges) for piece in shapes.pieces] == [
+        "batch=2..16, seq=2..64", "batch=2..16, seq=1", "batch=1, seq=2..64", "batch=1, seq=1",
+    ]  # fmt: skip
+    assert dict(shapes.dims) == {"input_ids": ("batch", "seq")}
+    for piece in shapes.pieces:
+        for point in piece.points:
+            assert "gelu_tanh" in point.rewrites
+            assert point.rel_l2 <= 2 * point.eager_rel_l2
+            assert {fusion.kernel for fusion in point.fusions} <= {kernel.name for kernel in piece.kernels}
+    assert load_report(dump_report(report), "report.json").shapes == shapes
+
+
+def test_a_saved_plan_serves_its_ranges_in_another_model(saved):
+    folder, _ = saved
+    model, kwargs = tiny.gpt2()
+    original = model._call_impl
+    with fa.apply(model, kwargs, plan=fa.load_plan(folder)) as fused:
+        traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert errors_at_random(fused, original, kwargs, tokens, 30) < 2e-6
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == traced
+        assert fused.fallbacks == {}
+        outside = {**kwargs, "input_ids": torch.randint(1, 200, (17, 4))}
+        with torch.no_grad(), pytest.warns(UserWarning, match=r"batch is outside of batch=1\.\.16"):
+            torch.testing.assert_close(fused(**outside).logits, original(**outside).logits)
+        assert list(fused.fallbacks.values()) == [1]
+    assert "_compiled_call_impl" not in model.__dict__
+
+
+def test_a_saved_plan_of_another_graph_is_refused(saved, monkeypatch):
+    folder, _ = saved
+    from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
+
+    model, kwargs = tiny.gpt2()
+    monkeypatch.setattr(Workpiece, "graph_hash", lambda _: "another")
+    with pytest.raises(PlanMismatch, match="makes another graph"):
+        fa.apply(model, kwargs, plan=fa.load_plan(folder))
+
+
+def test_a_weight_that_changes_is_seen_at_every_size(saved):
+    folder, _ = saved
+    model, kwargs = tiny.gpt2()
+    original = model._call_impl
+    with fa.apply(model, kwargs, plan=fa.load_plan(folder)) as fused, torch.no_grad():
+        call = {**kwargs, "input_ids": torch.randint(1, 200, (3, 9))}
+        before = fused(**call).logits
+        model.transformer.h[0].ln_1.weight.mul_(2)
+        torch.testing.assert_close(fused(**call).logits, original(**call).logits)
+        assert not torch.allclose(fused(**call).logits, before)
+        model.train()
+        with pytest.warns(UserWarning, match="train"):
+            fused(**call)
+        model.eval()
+
+
+class Table(torch.nn.Module):
+    """Adds rows of a table that ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(20, 8)
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(x + self.table(torch.arange(x.shape[1])), approximate="tanh") * 2
+
+
+def test_sizes_that_the_model_rejects_are_named_ahead_of_any_work():
+    model, x = Table().eval(), torch.randn(2, 5, 8)
+    with pytest.raises(SizeRejected, match="refuses seq=64") as error:
+        served(model, {"x": x}, {"x": ("batch=1..4", "seq=1..64", None)})
+    assert "the largest that it takes is 20" in error.value.note_text
+    gpt2, kwargs = tiny.gpt2()
+    with pytest.raises(SequenceTooLong, match="64 positions"):
+        served(gpt2, kwargs, "seq=1..65")
+    with pytest.raises(UsageError, match="no tensor of the call has a dim height"):
+        served(gpt2, kwargs, "height=1..65")
+
+
+def test_a_call_that_one_graph_cannot_serve_runs_the_original_ops_with_the_reason():
+    class Looks(torch.nn.Module):
+        def forward(self, x):
+            y = torch.nn.functional.gelu(x, approximate="tanh") * 2
+            torch._dynamo.graph_break()
+            return y + 1
+
+    with served(Looks().eval(), {"x": torch.randn(2, 8)}, {"x": ("batch=2..4", None)}) as fused:
+        (piece,) = fused.report.shapes.pieces
+        assert "2 graphs" in piece.refusal
+        with torch.no_grad(), pytest.warns(UserWarning, match="2 graphs"):
+            fused(torch.randn(3, 8))
+
+
+def test_points_are_the_ends_and_a_middle_within_reach():
+    box = (SizeRange(name="batch", least=2, most=16), SizeRange(name="seq", least=2, most=4096))
+    points = points_of(box, most=16384)
+    assert points[0] == {"batch": 2, "seq": 2}
+    assert len(points) == 3
+    assert all(point["batch"] * point["seq"] <= 16384 for point in points)
+    assert points[-1]["batch"] * points[-1]["seq"] >= 8192
+    assert points_of(box[:1], most=16384) == [{"batch": 2}, {"batch": 16}]
+    assert points_of(box, most=16384, asked=[(4, 100), (1, 1)]) == [{"batch": 4, "seq": 100}]
+    assert points_of((SizeRange(name="batch", least=1, most=1),), most=9) == [{"batch": 1}]
