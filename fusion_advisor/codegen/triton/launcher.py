@@ -5,13 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, starts
+from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of
 from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.site import Layout, SiteTensor, tensors_of
 from fusion_advisor.codegen.common.value_names import ValueNames
 from fusion_advisor.codegen.triton.backend import compile_options
+from fusion_advisor.codegen.triton.launch import launch_of
 from fusion_advisor.codegen.triton.reference import torch_reference
-from fusion_advisor.codegen.triton.tiling import Shape, choose_shapes
+from fusion_advisor.codegen.triton.signature import aligned_names
+from fusion_advisor.codegen.triton.tiling import NARROWEST, Shape
 from fusion_advisor.ir.program import Program
 
 FLOORS = {"float32": 5e-7, "float64": 1e-14}
@@ -31,16 +33,17 @@ def with_launcher(rendered: Rendered, program: Program, *, layouts: Sequence[Lay
     calls = calls_of(program, flatten_rows=False)
     if all(call.plan.is_empty for call in calls):
         return rendered.source
-    shape, counts = choose_shapes([call.plan for call in calls], rendered.tuning, is_looped=rendered.form.is_looped)
+    shape, integers = launch_of(calls, rendered)
     tensors = tensors_of(program, layouts)
     reference = torch_reference(program, tensors)
-    scalars = [*starts(counts), *(item for call in calls for item in call.arguments)]
     own = own_dtype(program)
-    blocks, grid, constants = _launch(calls, shape, is_looped=rendered.form.is_looped)
+    of_grid = _sizes_of_grid(calls, shape, rendered)
+    scalars = [*integers, *of_grid]
+    blocks, grid, constants = _launch(calls, shape, rendered, of_grid)
     names = ValueNames({"grid", "torch", "triton", "tl", *(name for name, _ in scalars)})
     given = [names.fresh(tensor.name) for tensor in tensors]
     options = compile_options(shape.num_warps, asserts=rendered.has_asserts, is_exact=program.is_exact)
-    passed = textwrap.wrap(", ".join([*given, *(name for name, _ in scalars)]), 110)
+    passed = textwrap.wrap(", ".join([*given, *(name for name, _ in integers)]), 110)
     text = environment().get_template("triton/launcher.py.jinja").render(
         file=f"{rendered.entry}.py", entry=rendered.entry, blocks=blocks, grid=grid, constants=constants,
         tensors=[{"name": t.name, "made": _made(t)} for t in tensors], given=", ".join(given),
@@ -69,25 +72,42 @@ def _made(tensor: SiteTensor) -> str:
     return f"whole({place}{dtype}, {2 if tensor.dtype == 'bool' else tensor.below})"
 
 
-def _launch(calls: Sequence[Call], shape: Shape, *, is_looped: bool) -> tuple[list[str], str, str]:
-    """Lines that set block sizes, the grid, and the constexpr arguments."""
+def _sizes_of_grid(calls: Sequence[Call], shape: Shape, rendered: Rendered) -> list[tuple[str, int]]:
+    """Sizes that vary and are no arguments of the kernel: its launch is given them for the grid alone."""
+    if not rendered.open_arguments.names:
+        return []
+    if len(calls) > 1:
+        return [("programs", shape.programs)]
     plan = calls[0].plan
+    is_missing = plan.kind == "tiled" and plan.sizes[0] not in {name for name, _ in plan.arguments}
+    return [(plan.sizes[0], plan.program.dims[0])] if is_missing else []
+
+
+def _launch(
+    calls: Sequence[Call], shape: Shape, rendered: Rendered, of_grid: Sequence[tuple[str, int]]
+) -> tuple[list[str], str, str]:
+    """Lines that set block sizes, the grid, and the constexpr arguments."""
+    plan, opened = calls[0].plan, rendered.open_arguments
     given = {name: f"tl.{value}" if name == "INDEX" else str(value) for name, value in shape.constants.items()}
     blocks = {name: value for name, value in given.items() if name.startswith("BLOCK")}
     constants = {name: name if name in blocks else value for name, value in given.items()}
-    grid = str(shape.programs)
+    grid = of_grid[0][0] if len(calls) > 1 and of_grid else str(shape.programs)
+    if "ALIGNED" in constants:
+        constants["ALIGNED"] = " == ".join([*(f"{name} % 16" for name in aligned_names(calls, opened)), "0"])
     if len(calls) == 1 and 0 not in plan.program.dims:
         across = f"triton.cdiv({plan.sizes[-1]}, BLOCK_COLS)"
+        is_open = plan.sizes[-1] in opened.names
         if plan.kind == "flat":
             grid = across
         elif plan.kind == "rows":
             grid = "triton.cdiv(rows, BLOCK_ROWS)"
-            if not is_looped:
-                blocks["BLOCK_COLS"] = f"triton.next_power_of_2({plan.sizes[-1]})"
-            constants["FULL"] = f"{plan.sizes[-1]} % BLOCK_COLS == 0"
+            if not rendered.form.is_looped:
+                width = f"triton.next_power_of_2({plan.sizes[-1]})"
+                blocks["BLOCK_COLS"] = f"max({NARROWEST}, {width})" if is_open else width
+            constants["FULL"] = "False" if is_open else f"{plan.sizes[-1]} % BLOCK_COLS == 0"
         else:
             # The size of the outermost dim is no argument of the kernel.
-            outer = [str(size) for size in plan.program.dims[:-2]]
+            outer = [str(size) for size in (plan.sizes[:-2] if opened.names else plan.program.dims[:-2])]
             grid = " * ".join([*outer, "triton.cdiv(rows, BLOCK_ROWS)", across])
     lines = [f"{name} = {value}" for name, value in blocks.items()]
     return lines, grid, ", ".join(f"{name}={value}" for name, value in constants.items())
