@@ -106,7 +106,8 @@ def signature(
     lines = textwrap.wrap(", ".join(pointers), WIDTH)
     named = ", ".join(name + ":~tl.constexpr" * (name in fixed) for name, _ in integers)
     lines += [line.replace("~", " ") for line in textwrap.wrap(named, WIDTH)]
-    lines.append(", ".join(f"{name}: tl.constexpr" for name in constants))
+    lines.append(", ".join(f"{name}: tl.constexpr" for name in constants if name != "ALIGNED"))
+    lines += ["ALIGNED: tl.constexpr"] * ("ALIGNED" in constants)
     return [line.removesuffix(",") for line in lines]
 
 

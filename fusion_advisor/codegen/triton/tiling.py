@@ -12,7 +12,7 @@ from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Schedule,
 from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.interface import KernelBuildFailed, Tuning
 
-_FLAT_BLOCK = 1024
+FLAT_BLOCK = 1024
 """8 elements a thread at 4 warps: one 16-byte access in half precision, two in float32."""
 _SHARED_TILE = 4096
 """Tile where its rows share operands, as heads share rope's tables: those are loaded once for a tile."""
@@ -71,7 +71,7 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool, opened: fro
     index = tl.int64 if plan.needs_int64 else tl.int32
     cols = plan.program.dims[-1]
     if plan.kind == "flat":
-        block = next_power(tuning.block_cols or (_FLAT_BLOCK if opened else min(_FLAT_BLOCK, max(cols, 32))))
+        block = next_power(tuning.block_cols or (FLAT_BLOCK if opened else min(FLAT_BLOCK, max(cols, 32))))
         programs, tile = -(-cols // block), block
         constants: dict[str, Any] = {"INDEX": index, "BLOCK_COLS": block}
     else:
@@ -140,12 +140,12 @@ def _tile(plan: Schedule, tuning: Tuning, _is_looped: bool, opened: frozenset[st
     rows, cols = plan.program.dims[-2:]
     accesses = [*plan.loads.values(), *plan.stores]
     is_transposed = any(a.strides[-2] == "1" and a.strides[-1] not in ("0", "1") for a in accesses)
-    widest = 32 if is_transposed and rows >= 32 else _FLAT_BLOCK
+    widest = 32 if is_transposed and rows >= 32 else FLAT_BLOCK
     widest_here = _class_of(cols, widest) if plan.sizes[-1] in opened else min(max(cols, 1), widest)
     block_cols = next_power(tuning.block_cols or widest_here)
     is_shared = len(plan.sizes) > 2 and any(a.strides[-2] == "0" and a.strides[-1] != "0" for a in plan.loads.values())
     is_enough = prod(plan.program.dims) >= _MIN_PROGRAMS * _SHARED_TILE
-    elements = _SHARED_TILE if is_shared and is_enough and not is_transposed else _FLAT_BLOCK
+    elements = _SHARED_TILE if is_shared and is_enough and not is_transposed else FLAT_BLOCK
     elements //= 2 if plan.has_pairs else 1
     most = max(1, elements // block_cols)
     highest = _class_of(rows, most) if plan.sizes[-2] in opened else min(max(rows, 1), most)
@@ -172,7 +172,7 @@ def _rows(plan: Schedule, tuning: Tuning, is_looped: bool, opened: frozenset[str
         return tuning.block_rows or 1, block_cols
     is_open = plan.sizes[-1] in opened
     block_cols = max(NARROWEST, next_power(cols)) if is_open else next_power(cols)
-    block_rows = next_power(tuning.block_rows or max(1, _FLAT_BLOCK // block_cols // (2 if plan.has_pairs else 1)))
+    block_rows = next_power(tuning.block_rows or max(1, FLAT_BLOCK // block_cols // (2 if plan.has_pairs else 1)))
     if is_open or tuning.block_rows:
         return block_rows, block_cols
     if not opened.isdisjoint(("rows", *plan.sizes)):
