@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fusion_advisor.codegen.common.horizontal_fusion import calls_of
 from fusion_advisor.codegen.common.interface import Header, Tuning
-from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
-from fusion_advisor.codegen.cuda.nvrtc import find_nvcc
+from fusion_advisor.codegen.cuda.backend import CudaBackend
+from fusion_advisor.codegen.cuda.tiling import launch_shapes
 from tests.kernel_cases import programs as p
 
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")
@@ -39,6 +40,14 @@ def test_programs_of_other_layouts_are_no_other_sizes():
         render(p.softmax(5, 24), p.softmax(5, 24, is_causal=True))
 
 
-@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
-def test_a_launch_gets_no_constant_of_an_open_size():
-    assert compile_for(render(heads(3), heads(5)), 90, program=heads(7))[:4] == b"\x7fELF"
+def test_launches_of_open_sizes_share_their_macros():
+    """Each set of macros is compiled once."""
+    plans = [[call.plan for call in calls_of(heads(count), flatten_rows=True)] for count in (32, 64)]
+    one, many = render(heads(32)), render(heads(32), heads(64))
+
+    def macros(rendered):
+        opened = rendered.open_arguments.names
+        return [launch_shapes(plan, Tuning(), form=rendered.form, width=8, opened=opened)[0] for plan in plans]
+
+    assert [found["SIZE1"] for found in macros(one)] == [32, 64]
+    assert macros(many)[0] == macros(many)[1]

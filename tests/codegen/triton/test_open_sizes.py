@@ -176,6 +176,20 @@ def test_strides_that_stay_multiples_of_16_keep_vectors():
     assert "tt.divisibility" not in re.search(r"%rows: i32[^%]*", assembly_for(p.rope(2, 3, 32, 16), rendered, 90)["ttir"])[0]
 
 
+def test_one_row_is_no_constant():
+    rendered = rendered_case("rmsnorm")
+    assert "%rows: i32" in assembly_for(p.rmsnorm(1, 48), rendered, 90)["ttir"]
+
+
+def test_walks_over_parts_of_open_widths_are_all_alike():
+    """A part of 1,024 columns holds whole tiles, one of 1,000 does not: neither is compiled for."""
+    at = CASES["looped_group_norm"].at
+    rendered = render(at(2, 1003), at(3, 1019), tuning=Tuning(block_cols=1024))
+    assert "WHOLE" in rendered.source
+    shapes = [launch_of(calls_of(at(2, area), flatten_rows=False), rendered)[0] for area in (1000, 1024, 1536, 4096)]
+    assert {(one.constants["WHOLE"], one.constants["BLOCK_COLS"]) for one in shapes} == {(False, 1024)}
+
+
 def test_a_tuning_of_one_width_is_not_kept_for_all():
     """One warp is best for rows of 64 and spills at 4,096."""
     at, _ = FAMILIES["softmax"]
