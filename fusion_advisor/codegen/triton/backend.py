@@ -6,8 +6,11 @@ decomposed from the program id once per tile, in scalar registers. Reduced Progr
 the sum of exponentials under it together, a sum and the squares about its mean too. Block sizes are constexpr
 arguments that :meth:`TritonKernel.bind` derives from the shape, so one source serves every shape.
 
-An entry's name covers the layout key, the tuning, fast math, and whether the row is looped over; cache kernels by
-that name.
+A kernel that is rendered with the Program at other sizes beside it takes what differs as arguments, and its blocks come in few
+classes (``signature.py``): its machine code can be made ahead for a whole range of sizes.
+
+An entry's name covers the layout key, the tuning, fast math, what is open, and whether the row is looped over; cache kernels
+by that name.
 """
 
 from __future__ import annotations
