@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -124,13 +125,15 @@ class _Restoring:
             id=name, chain=_chain(name, row.sites), match=row.match, program=program, sites=tuple(lowered), header=header
         )
         rendered = backend_named(kernel.backend).render(program, header, tuning=kernel.parameters, fast_math=kernel.fast_math)
-        if rendered.entry != kernel.name:
-            raise NoOneProgram(f"{row.match.kernel} would be another kernel ({rendered.entry}, not {kernel.name})")
         if rendered.source not in self._built:
             path = self._folder / f"{rendered.entry}{rendered.suffix}"
             self._built[rendered.source] = backend_named(kernel.backend).build(rendered, path)
-        fusion = BuiltFusion(planned=planned, kernel=kernel, sites=(), refusals=(), built=self._built[rendered.source])
-        return sized(work, fusion)
+        one_size = replace(kernel, name=rendered.entry)
+        fusion = BuiltFusion(planned=planned, kernel=one_size, sites=(), refusals=(), built=self._built[rendered.source])
+        found = sized(work, fusion)
+        if found.kernel.name != kernel.name:
+            raise NoOneProgram(f"{row.match.kernel} would be another kernel ({found.kernel.name}, not {kernel.name})")
+        return found
 
 
 def _chain(name: str, sites: Sequence[tuple[int, ...]]) -> Chain:

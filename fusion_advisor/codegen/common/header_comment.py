@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 
 from fusion_advisor.codegen.common.arguments import Schedule
-from fusion_advisor.codegen.common.interface import Header
+from fusion_advisor.codegen.common.interface import Header, OpenArguments
 from fusion_advisor.ir.program import ITEM_BYTES, Program, dropout_constants, nests
 from fusion_advisor.records import Tuning
 
@@ -73,6 +73,12 @@ def tuning_note(tuning: Tuning) -> tuple[str, ...]:
     names = ("block_cols", "block_rows", "num_warps", "packs", "cluster")
     given = [f"{name}={getattr(tuning, name)}" for name in names if getattr(tuning, name)]
     return (f"Tuning: {' '.join(given)}",) if given else ()
+
+
+def sizes_note(arguments: OpenArguments) -> tuple[str, ...]:
+    """The head comment's line about the sizes that vary."""
+    names = arguments.names
+    return (f"Serves any sizes: {', '.join(names)} {'is an argument' if len(names) == 1 else 'are arguments'}.",) if names else ()
 
 
 def dropout_notes(program: Program) -> tuple[str, ...]:

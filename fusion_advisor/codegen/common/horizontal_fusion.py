@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_advisor.codegen.common.arguments import Schedule, pointer_names, schedule
+from fusion_advisor.codegen.common.interface import OpenArguments
 from fusion_advisor.ir.program import Program, layout_key, nests
+
+MULTIPLE = 16
+"""Bytes of the widest access, and what Triton looks for in integers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +72,29 @@ def starts(counts: Sequence[int]) -> list[tuple[str, int]]:
         counts: blocks of each nest.
     """
     return [(f"start_of_{number + 2}", sum(counts[: number + 1])) for number in range(len(counts) - 1)]
+
+
+def open_arguments(program: Program, elsewhere: Sequence[Program], *, flatten_rows: bool) -> OpenArguments:
+    """Return the integers that differ between a Program and itself at other sizes; none where there are no others.
+
+    Args:
+        program: what is rendered.
+        elsewhere: the same at other sizes.
+        flatten_rows: see :func:`calls_of`.
+
+    Raises:
+        ValueError: one of these is another Program.
+    """
+    if not elsewhere:
+        return OpenArguments()
+    key = layout_key(program)
+    if any(layout_key(other) != key for other in elsewhere):
+        raise ValueError("programs of several layouts cannot share a kernel")
+    calls = [calls_of(one, flatten_rows=flatten_rows) for one in (program, *elsewhere)]
+    given = [[item for call in one for item in call.arguments] for one in calls]
+    values = {name: [one[place][1] for one in given] for place, (name, _) in enumerate(given[0])}
+    names = [name for name, found in values.items() if len(set(found)) > 1]
+    multiples = [name for name in names if all(value % MULTIPLE == 0 for value in values[name])]
+    if len({tuple(call.plan.program.dims for call in one) for one in calls}) > 1:
+        names[:0] = [name for name, _ in starts([0] * len(calls[0]))]
+    return OpenArguments(names=tuple(names), multiples=tuple(multiples))

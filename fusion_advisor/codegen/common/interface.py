@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -78,6 +78,21 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenArguments:
+    """Integer arguments that vary between the sizes that a kernel is to serve: it is compiled for no value of them."""
+
+    names: tuple[str, ...] = ()
+    """In the order of the signature."""
+    multiples: tuple[str, ...] = ()
+    """Those of them that are multiples of 16 at all these sizes."""
+
+    @property
+    def unspecialized(self) -> tuple[str, ...]:
+        """Those about which nothing may be assumed."""
+        return tuple(name for name in self.names if name not in self.multiples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
     """Source text of one kernel for one backend."""
 
@@ -90,6 +105,8 @@ class Rendered:
     tuning: Tuning = field(default_factory=Tuning)
     """The launch parameters that were asked for; a launch uses them again."""
     form: Form = field(default_factory=Form)
+    open_arguments: OpenArguments = field(default_factory=OpenArguments)
+    """Triton and CUDA: what varies, where a kernel was asked for that serves several sizes without another compilation."""
     has_asserts: bool = False
     """Triton: asserts that positions are in range, which takes a compile option."""
     flags: tuple[str, ...] = ()
@@ -126,14 +143,29 @@ class BuiltKernel(Protocol):
         """Fix sizes, strides and grid for a Program with the layout key that was rendered; do it once, not per call."""
         ...
 
+    def compile_for(self, programs: Iterable[Program]) -> int:
+        """Compile what binding any of these Programs takes; return how many machine codes that is."""
+        ...
+
 
 class KernelMaker(Protocol):
     """What renders and builds a backend's kernels."""
 
     name: ClassVar[str]
 
-    def render(self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool) -> Rendered:
-        """Print the program as readable source."""
+    def render(
+        self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool, elsewhere: Sequence[Program] = ()
+    ) -> Rendered:
+        """Print the program as readable source.
+
+        Args:
+            program: what to compute.
+            header: for the comment at the top.
+            tuning: launch parameters.
+            fast_math: whether the kernel may approximate.
+            elsewhere: the program at other sizes. What differs between all these is then an argument, and no size takes machine
+                code of its own; without any, a kernel may be compiled for its sizes.
+        """
         ...
 
     def build(self, rendered: Rendered, path: Path) -> BuiltKernel:

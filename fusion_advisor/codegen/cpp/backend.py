@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -119,6 +120,11 @@ class CppKernel:
         )  # fmt: skip
         return lambda *tensors: run_first(call, tensors)
 
+    def compile_for(self, programs: Iterable[Program]) -> int:
+        """Return 1: the library serves all sizes."""
+        del programs
+        return 1
+
     def _parts(self, program: Program) -> list[Program]:
         """The loop nests of a program that has the layout that was rendered; none where it has no elements."""
         title = self.entry.removeprefix("fa_").rpartition("_")[0]
@@ -134,9 +140,14 @@ class CppBackend:
 
     name: ClassVar[str] = "cpp"
 
-    def render(self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool) -> Rendered:
-        """Print the program as readable C++. ``tuning`` is for tile kernels and changes nothing here."""
-        del tuning
+    def render(
+        self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool, elsewhere: Sequence[Program] = ()
+    ) -> Rendered:
+        """Print the program as readable C++.
+
+        ``tuning`` is for tile kernels and changes nothing here, and nor does ``elsewhere``: all sizes are arguments.
+        """
+        del tuning, elsewhere
         parts = nests(program)
         entry = entry_name(program, header.title, "fast_math" if fast_math else "")
         flags = (*_FLAGS, *_FAST_FLAGS) if fast_math else _FLAGS

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,13 +25,14 @@ from typing import Any, ClassVar
 from fusion_advisor.codegen.common.arguments import pointer_names
 from fusion_advisor.codegen.common.column_passes import late_loads
 from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
-from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note
-from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts
+from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, sizes_note, tuning_note
+from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, open_arguments, starts
 from fusion_advisor.codegen.common.interface import (
     Form,
     Header,
     KernelBuildFailed,
     Launcher,
+    OpenArguments,
     Rendered,
     Tuning,
     body_of,
@@ -63,17 +64,25 @@ class CudaBackend:
 
     name: ClassVar[str] = "cuda"
 
-    def render(self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool) -> Rendered:
+    def render(
+        self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool, elsewhere: Sequence[Program] = ()
+    ) -> Rendered:
         """Print a Program as CUDA C++.
+
+        All sizes are arguments. Those that rows are divided by are constants too, where they are the same ``elsewhere``.
 
         Raises:
             KernelBuildFailed: the Program holds an op that CUDA cannot express.
+            ValueError: a Program of ``elsewhere`` has another layout.
         """
         calls = calls_of(program, flatten_rows=True)
         plan = calls[0].plan
+        arguments = open_arguments(program, elsewhere, flatten_rows=True)
+        if len(calls) > 1 or divisors(plan).keys().isdisjoint(arguments.names):
+            arguments = OpenArguments()
         form = form_for([call.plan for call in calls], tuning)
         kinds = {"looped": form.is_looped, "split": form.is_split, "shifted": form.is_shifted, "fast_math": fast_math}
-        kinds |= {f"cluster_{tuning.cluster}": form.is_clustered}
+        kinds |= {f"cluster_{tuning.cluster}": form.is_clustered, repr(arguments.names): bool(arguments.names)}
         extra = ["cuda", repr(tuning), *(name for name, is_one in kinds.items() if is_one)]
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
         functions = functions_of(calls)
@@ -89,10 +98,9 @@ class CudaBackend:
         is_reduced = plan.kind == "rows"
         macros = _macros(calls, form, tuning, is_staged=any(context["is_staged"] for context in bodies))
         helpers = ordered({name for context in bodies for name in context["helpers"]})
+        notes = (*dropout_notes(program), *sizes_note(arguments), *tuning_note(tuning))
         common = {
-            "heading": heading(
-                [call.plan for call in calls], header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))
-            ),
+            "heading": heading([call.plan for call in calls], header, fast_math=fast_math, notes=notes),
             "macros": macros, "entry": entry, "fast_math": fast_math, "helpers": helpers, "is_looped": form.is_looped,
             "is_shifted": form.is_shifted, "is_clustered": form.is_clustered,
             "reductions": max(context["reductions"] for context in bodies),
@@ -102,7 +110,7 @@ class CudaBackend:
         }  # fmt: skip
         template = f"cuda/{'rowwise' if is_reduced else 'pointwise'}.cu.jinja"
         if len(calls) == 1:
-            context = {**bodies[0], **common, "size": plan.sizes[-1], "divisors": divisors(plan)}
+            context = {**bodies[0], **common, "size": plan.sizes[-1], "divisors": divisors(plan, arguments.names)}
             source = environment().get_template(template).render(**context)
         else:
             for function, own in zip(functions, bodies, strict=True):
@@ -112,7 +120,9 @@ class CudaBackend:
             source = environment().get_template("cuda/siblings.cu.jinja").render(
                 **common, functions=bodies, calls=calls, signature=_entry_signature(program, calls),
             )  # fmt: skip
-        return Rendered(backend=self.name, entry=entry, source=source, suffix=".cu", tuning=tuning, form=form)
+        return Rendered(
+            backend=self.name, entry=entry, source=source, suffix=".cu", tuning=tuning, form=form, open_arguments=arguments
+        )
 
     def build(self, rendered: Rendered, path: Path) -> CudaKernel:
         """Write the source to ``path`` and compile it for the current device, with the launch shape that the file names.
@@ -197,13 +207,30 @@ class CudaKernel:
         self.tuning = first.text
         return launcher_of(first, functools.cache(lambda: launcher_of(self._launch_of(calls, tuning, 1))), alignment)
 
+    def compile_for(self, programs: Iterable[Program]) -> int:
+        """Compile what binding any of these Programs takes.
+
+        Args:
+            programs: of the layout that was rendered.
+
+        Returns:
+            how many machine codes there are.
+
+        Raises:
+            KernelBuildFailed: NVRTC refuses one.
+        """
+        for program in programs:
+            self.bind(program)
+        return len(self._variants)
+
     def _launch_of(self, calls: Sequence[Call], tuning: Tuning, width: int) -> CudaLaunch:
         import numpy  # cuda-core's own dependency; it converts numpy's integers faster than those of ctypes
         from cuda.core import LaunchConfig
 
         plans, form = [call.plan for call in calls], self._rendered.form
         shared = device_shared_memory() if form.is_looped else SharedMemory()
-        macros, grids = launch_shapes(plans, tuning, form=form, width=width, shared=shared)
+        opened = self._rendered.open_arguments.names
+        macros, grids = launch_shapes(plans, tuning, form=form, width=width, shared=shared, opened=opened)
         blocks = [across for across, _, _ in grids]
         grid = (sum(blocks), max(down for _, down, _ in grids), 1)
         if grid[0] >= 2**31:
@@ -248,7 +275,8 @@ def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None
         plans, tuning = [call.plan for call in calls_of(program, flatten_rows=True)], rendered.tuning
         form = rendered.form
         width = width or min(pack_width(plan, form)[0] for plan in plans)
-        macros, _ = launch_shapes(plans, tuning, form=form, width=width, shared=shared_memory_of(arch))
+        shared, opened = shared_memory_of(arch), rendered.open_arguments.names
+        macros, _ = launch_shapes(plans, tuning, form=form, width=width, shared=shared, opened=opened)
     return compile_cubin(rendered, f"sm_{arch}", macros, compiler=compiler)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, next_power
@@ -270,8 +270,9 @@ def _looped_shape(plan: Schedule, tuning: Tuning, width: int, shared: SharedMemo
 
 
 def launch_shapes(
-    plans: Sequence[Schedule], tuning: Tuning, *, form: Form, width: int, shared: SharedMemory = _NO_SHARED_MEMORY
-) -> tuple[dict[str, int], list[tuple[int, int, int]]]:
+    plans: Sequence[Schedule], tuning: Tuning, *, form: Form, width: int, shared: SharedMemory = _NO_SHARED_MEMORY,
+    opened: Collection[str] = (),
+) -> tuple[dict[str, int], list[tuple[int, int, int]]]:  # fmt: skip
     """Macros of a launch of several loop nests, which is shaped for the largest, and the grid of each; see :func:`launch_shape`.
 
     Args:
@@ -280,6 +281,7 @@ def launch_shapes(
         form: of the kernel.
         width: columns of a pack, that every nest allows.
         shared: what a kernel that walks rows in parts keeps them in.
+        opened: names of integers that the kernel was rendered to be given.
     """
     widest = max(plans, key=lambda plan: plan.row_count)
     macros, _ = launch_shape(widest, tuning, form=form, width=width, shared=shared)
@@ -294,7 +296,7 @@ def launch_shapes(
     if any(_blocks_across(plan, macros) > _MOST_ACROSS for plan in plans if plan.kind == "tiled"):
         macros["ONCE"] = 0
     if len(plans) == 1:  # functions of several nests are shared by some of other sizes
-        macros |= {name.upper(): size for name, size in divisors(widest).items()}
+        macros |= {name.upper(): size for name, size in divisors(widest, opened).items()}
     return macros, [_grid(plan, macros) for plan in plans]
 
 
@@ -318,8 +320,8 @@ def _blocks_across(plan: Schedule, macros: dict[str, int]) -> int:
     return -(-max(plan.program.dims[-1], 1) // (macros["VEC"] * macros["THREADS"]))
 
 
-def divisors(plan: Schedule) -> dict[str, int]:
-    """Sizes by which a tiled kernel divides its row index, which is most of its work before its first load.
+def divisors(plan: Schedule, opened: Collection[str] = ()) -> dict[str, int]:
+    """Sizes but those that vary by which a tiled kernel divides its row index, which is most of its work before its first load.
 
     With 32 heads for a constant, and without a loop over columns, the first load of rope is its 49th instruction, not the 86th,
     and a thread of 16 elements has 159 instead of 204. Rows whose columns are divided too, as into the channels of a group
@@ -330,7 +332,8 @@ def divisors(plan: Schedule) -> dict[str, int]:
     extents = {value.args[1] for value in divided} & plan.extents.keys()
     inner = plan.sizes[1:-1] if plan.kind == "tiled" or extents else ()
     found = {name: plan.program.dims[number] for number, name in enumerate(inner, start=1)}
-    return found | {plan.extents[number]: int(values[number].constant or 0) for number in sorted(extents)}
+    found |= {plan.extents[number]: int(values[number].constant or 0) for number in sorted(extents)}
+    return {name: size for name, size in found.items() if name not in opened}
 
 
 def _registers(plan: Schedule, width: int) -> int:

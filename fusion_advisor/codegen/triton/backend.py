@@ -6,32 +6,34 @@ decomposed from the program id once per tile, in scalar registers. Reduced Progr
 the sum of exponentials under it together, a sum and the squares about its mean too. Block sizes are constexpr
 arguments that :meth:`TritonKernel.bind` derives from the shape, so one source serves every shape.
 
-An entry's name covers the layout key, the tuning, fast math, and whether the row is looped over; cache kernels by
-that name.
+A kernel that is rendered with the Program at other sizes beside it takes what differs as arguments, and its blocks come in few
+classes (``signature.py``): its machine code can be made ahead for a whole range of sizes.
+
+An entry's name covers the layout key, the tuning, fast math, what is open, and whether the row is looped over; cache kernels
+by that name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from fusion_advisor.codegen.common.arguments import Schedule, pointer_names
-from fusion_advisor.codegen.common.column_passes import parts_of
+from fusion_advisor.codegen.common.arguments import pointer_names
 from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
-from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note
-from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts
+from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, sizes_note, tuning_note
+from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, open_arguments, starts
 from fusion_advisor.codegen.common.interface import (
     Form,
     Header,
     KernelBuildFailed,
     Launcher,
+    OpenArguments,
     Rendered,
     Tuning,
     body_of,
@@ -41,8 +43,18 @@ from fusion_advisor.codegen.common.interface import (
 from fusion_advisor.codegen.common.printer import Unsupported
 from fusion_advisor.codegen.triton.body import looped, rows_stay_cached, straight
 from fusion_advisor.codegen.triton.interpreted import for_interpreter, is_interpreted
+from fusion_advisor.codegen.triton.launch import Variant, launch_of, variant_of
 from fusion_advisor.codegen.triton.ops import TritonWriter
-from fusion_advisor.codegen.triton.tiling import Shape, choose_shapes, walks_columns
+from fusion_advisor.codegen.triton.signature import (
+    aligned_names,
+    constants_of,
+    decorator,
+    fixed_arguments,
+    fixed_of_all,
+    names_at,
+    signature,
+)
+from fusion_advisor.codegen.triton.tiling import Shape, walks_columns
 from fusion_advisor.ir.program import Program
 from fusion_advisor.records.serialize import write_atomic
 
@@ -58,17 +70,21 @@ class TritonBackend:
 
     name: ClassVar[str] = "triton"
 
-    def render(self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool) -> Rendered:
+    def render(
+        self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool, elsewhere: Sequence[Program] = ()
+    ) -> Rendered:
         """Print a Program as Triton source.
 
         Raises:
             KernelBuildFailed: the Program holds an op that Triton cannot express.
+            ValueError: a Program of ``elsewhere`` has another layout.
         """
         calls = calls_of(program, flatten_rows=False)
-        plan = calls[0].plan
-        is_looped = walks_columns(plan, tuning)
-        is_cached = is_looped and rows_stay_cached([call.plan for call in calls])
-        kinds = {"looped": is_looped, "cached": is_cached, "fast_math": fast_math}
+        arguments = open_arguments(program, elsewhere, flatten_rows=False)
+        is_looped = walks_columns(calls[0].plan, tuning)
+        everywhere = [[call.plan for call in calls_of(one, flatten_rows=False)] for one in (program, *elsewhere)]
+        is_cached = is_looped and all(map(rows_stay_cached, everywhere))
+        kinds = {"looped": is_looped, "cached": is_cached, "fast_math": fast_math, repr(arguments): bool(arguments.names)}
         extra = ["triton", repr(tuning), *(name for name, is_one in kinds.items() if is_one)]
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
         functions = functions_of(calls)
@@ -88,32 +104,16 @@ class TritonBackend:
         if helpers & {"sigmoid", "expm1"} and not (fast_math or is_half or is_float64):
             helpers.add("exp")
             exp = "exp"
-        constants = _constants([call.plan for call in calls], is_looped=is_looped)
+        notes = (*dropout_notes(program), *sizes_note(arguments), *tuning_note(tuning))
         common = {
-            "heading": heading(
-                [call.plan for call in calls], header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))
-            ),
+            "heading": heading([call.plan for call in calls], header, fast_math=fast_math, notes=notes),
             "helpers": sorted(helpers, key=lambda name: (name not in ("exp", "philox"), name)),
             "entry": entry, "fast_math": fast_math, "exp": exp, "bits": 64 if is_float64 else 32,
+            "decorator": decorator(arguments), "aligned": aligned_names(calls, arguments),
         }  # fmt: skip
-        template = f"triton/{'looped' if is_looped else 'straight'}.py.jinja"
-        if len(calls) == 1:
-            signature = _signature(plan.pointers, plan.arguments, constants, fixed_arguments(calls[0]))
-            source = environment().get_template(template).render(**common, **bodies[0], signature=signature)
-        else:
-            for function, own in zip(functions, bodies, strict=True):
-                own["text"] = body_of(template, **common, **own).replace("tl.program_id(0)", "program")
-                own["function"] = function.function
-                fixed = fixed_arguments(replace(function, arguments=function.plan.arguments))
-                own["signature"] = _signature(function.plan.pointers, function.plan.arguments, constants, fixed)
-            integers = [*starts([0] * len(calls)), *(item for call in calls for item in call.arguments)]
-            fixed = frozenset[str]().union(*map(fixed_arguments, calls))
-            source = environment().get_template("triton/siblings.py.jinja").render(
-                **common, functions=bodies, calls=calls, constants=constants,
-                signature=_signature(pointer_names(program), integers, constants, fixed),
-            )  # fmt: skip
         return Rendered(
-            backend=self.name, entry=entry, source=source, suffix=".py", tuning=tuning, form=Form(is_looped=is_looped),
+            backend=self.name, entry=entry, source=_source(program, calls, bodies, common, arguments, is_looped=is_looped),
+            suffix=".py", tuning=tuning, form=Form(is_looped=is_looped), open_arguments=arguments,
             has_asserts="checked" in helpers,
         )  # fmt: skip
 
@@ -124,6 +124,30 @@ class TritonBackend:
             KernelBuildFailed: the file cannot be imported.
         """
         return TritonKernel(for_interpreter(rendered) if is_interpreted() else rendered, path)
+
+
+def _source(
+    program: Program, calls: Sequence[Call], bodies: Sequence[dict[str, Any]], common: Mapping[str, Any],
+    arguments: OpenArguments, *, is_looped: bool,
+) -> str:  # fmt: skip
+    """Put the parts of a kernel, one for each function, into their template."""
+    template = f"triton/{'looped' if is_looped else 'straight'}.py.jinja"
+    constants = constants_of(calls, is_looped=is_looped, arguments=arguments)
+    fixed = fixed_arguments(calls, arguments.names)
+    if len(calls) == 1:
+        plan = calls[0].plan
+        own = signature(plan.pointers, plan.arguments, constants, names_at(fixed[""], plan.arguments))
+        return environment().get_template(template).render(**common, **bodies[0], signature=own)
+    for function, body in zip(functions_of(calls), bodies, strict=True):
+        body["text"] = body_of(template, **common, **body).replace("tl.program_id(0)", "program")
+        body["function"] = function.function
+        plan, own_fixed = function.plan, names_at(fixed[function.function], function.plan.arguments)
+        body["signature"] = signature(plan.pointers, plan.arguments, constants, own_fixed)
+    integers = [*starts([0] * len(calls)), *(item for call in calls for item in call.arguments)]
+    return environment().get_template("triton/siblings.py.jinja").render(
+        **common, functions=bodies, calls=calls, constants=constants,
+        signature=signature(pointer_names(program), integers, constants, fixed_of_all(calls, fixed)),
+    )  # fmt: skip
 
 
 class TritonKernel:
@@ -154,7 +178,8 @@ class TritonKernel:
         calls = calls_of(program, flatten_rows=False)
         if all(call.plan.is_empty for call in calls):
             return lambda *_tensors: None
-        shape, scalars = _launch(calls, tuning or self._rendered.tuning, self._rendered.form)
+        shape, integers = launch_of(calls, self._rendered, tuning)
+        scalars = [value for _, value in integers]
         self.tuning = shape.text
         if not hasattr(self._kernel, "warmup") or not has_cuda():
             return _interpreted(self._kernel, scalars, shape, asserts=self._rendered.has_asserts)
@@ -166,6 +191,27 @@ class TritonKernel:
         )
         self.build_ns += time.perf_counter_ns() - start
         return launcher
+
+    def compile_for(self, programs: Iterable[Program]) -> int:
+        """Compile what binding any of these Programs takes, which is nothing where kernels are interpreted.
+
+        Args:
+            programs: of the layout that was rendered.
+
+        Returns:
+            how many machine codes that is.
+
+        Raises:
+            KernelBuildFailed: Triton refuses the kernel for one of them.
+        """
+        found: dict[Variant, Program] = {}
+        for program in programs:
+            variant = variant_of(program, self._rendered)
+            if variant is not None:
+                found.setdefault(variant, program)
+        for program in found.values():
+            self.bind(program)
+        return len(found)
 
 
 class TritonLauncher:
@@ -252,7 +298,8 @@ def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[s
     Raises:
         KernelBuildFailed: the cause is Triton's last line.
     """
-    shape, scalars = _launch(calls_of(program, flatten_rows=False), rendered.tuning, rendered.form)
+    shape, integers = launch_of(calls_of(program, flatten_rows=False), rendered)
+    scalars = [value for _, value in integers]
     dtypes = [operand.dtype for operand in program.operands]
     options = compile_options(shape.num_warps, asserts=rendered.has_asserts, is_exact=program.is_exact)
     return compile_source(rendered, target, dtypes, scalars, shape.constants, options)
@@ -276,10 +323,14 @@ def compile_source(
         kernel = getattr(load_source(rendered, Path(folder) / f"{rendered.entry}.py"), rendered.entry)
         types = [_POINTER_TYPES[dtype] for dtype in dtypes]
         for value, parameter in list(zip(values, kernel.params, strict=True))[len(dtypes) :]:
-            is_known = parameter.is_constexpr or value == 1
+            is_known = parameter.is_constexpr or (value == 1 and not parameter.do_not_specialize)
             types.append("constexpr" if is_known else "i32" if -(2**31) <= value < 2**31 else "i64")
         known = {(n,): value for n, (value, kind) in enumerate(zip(values, types, strict=True)) if kind == "constexpr"}
-        attributes = {(n,): [["tt.divisibility", 16]] for n, v in enumerate(values) if types[n] != "constexpr" and v % 16 == 0}
+        attributes = {
+            (n,): [["tt.divisibility", 16]]
+            for n, (value, parameter) in enumerate(zip(values, kernel.params, strict=True))
+            if types[n] != "constexpr" and value % 16 == 0 and not parameter.do_not_specialize
+        }
         signature = dict(zip(kernel.arg_names, types, strict=True))
         try:
             source = ASTSource(kernel, signature, known, attributes)
@@ -287,47 +338,6 @@ def compile_source(
         except Exception as error:
             raise KernelBuildFailed(kernel=rendered.entry, target=f"sm_{target}", cause=_last_cause(error)) from error
     return compiled.asm  # type: ignore[no-any-return]
-
-
-def _constants(plans: Sequence[Schedule], *, is_looped: bool) -> list[str]:
-    """The names of :func:`~fusion_advisor.codegen.triton.tiling.choose_shape`'s constants, in their order."""
-    blocks = ["BLOCK_COLS"] if plans[0].kind == "flat" else ["BLOCK_ROWS", "BLOCK_COLS"]
-    blocks += ["FULL"] if plans[0].kind == "rows" else []
-    blocks += ["WHOLE"] if is_looped and any(parts_of(plan) for plan in plans) else []
-    return ["INDEX", *blocks, *(["BY_FOUR"] if any(plan.numbers for plan in plans) else [])]
-
-
-def fixed_arguments(call: Call) -> frozenset[str]:
-    """Integers that a kernel is compiled for: in tiles all but the outermost size, which is that of the batch or of its tokens.
-
-    A tile number is split by divisions, and its masks and addresses are most of what it does before its first load. Known sizes
-    turn rope of one token from 1.19 into 1.09 µs and of 2,048 tokens from 10.42 into 9.90 µs (32 heads of 128, bfloat16, H200;
-    torch.compile, which fixes them too, 1.19 and 9.91 µs). Rows that are reduced and flat runs gain 2 % or nothing, but for what
-    their columns are divided by.
-    """
-    plan = call.plan
-    own = zip(plan.arguments, call.arguments, strict=True)
-    if plan.kind != "tiled":
-        divisors = {plan.extents.get(value.args[1]) for value in plan.program.values if value.op == "quotient"}
-        return frozenset(given for (name, _), (given, _) in own if name in divisors)
-    return frozenset(given for (name, _), (given, _) in own if name != plan.sizes[0])
-
-
-def _signature(
-    pointers: Sequence[str], integers: Sequence[tuple[str, int]], constants: Sequence[str], fixed: frozenset[str]
-) -> list[str]:
-    lines = textwrap.wrap(", ".join(pointers), 110)
-    if integers:
-        named = ", ".join(name + ":~tl.constexpr" * (name in fixed) for name, _ in integers)
-        lines += [line.replace("~", " ") for line in textwrap.wrap(named, 110)]
-    lines.append(", ".join(f"{name}: tl.constexpr" for name in constants))
-    return [line.removesuffix(",") for line in lines]
-
-
-def _launch(calls: Sequence[Call], tuning: Tuning, form: Form) -> tuple[Shape, list[int]]:
-    """The launch of a kernel, and its integers in the order of the signature."""
-    shape, programs = choose_shapes([call.plan for call in calls], tuning, is_looped=form.is_looped)
-    return shape, [value for _, value in (*starts(programs), *(item for call in calls for item in call.arguments))]
 
 
 def _interpreted(kernel: Any, scalars: Sequence[int], shape: Shape, *, asserts: bool) -> Launcher:

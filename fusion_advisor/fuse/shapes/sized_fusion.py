@@ -14,11 +14,11 @@ from fusion_advisor.capture.graph.op_records import describe, tensor_metas
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed
-from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.fuse.rewrite.sized_call import sized_call
+from fusion_advisor.fuse.shapes.open_kernel import OpenKernels, for_all_sizes, programs_at, tried_points
 from fusion_advisor.fuse.shapes.pieces import Piece
 from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.size_values import flagged, keep_size_values
@@ -27,7 +27,7 @@ from fusion_advisor.ir.operand_names import named_like
 from fusion_advisor.ir.program import Program
 from fusion_advisor.ir.sized_program import NoOneProgram, SizedProgram, points_for, require_same, sized_program
 from fusion_advisor.lowering.lower import Lowered, lower
-from fusion_advisor.records import OpNode, TensorMeta
+from fusion_advisor.records import OpNode, RenderedKernel, TensorMeta
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
 Point = tuple[int, ...]
@@ -65,6 +65,12 @@ class Workpiece:
         self._records: dict[Point, list[OpNode]] = {}
         self._programs: dict[Any, SizedProgram] = {}
         self._at: tuple[Point, tuple[int, ...]] | None = None
+        self.kernels = OpenKernels()
+
+    @property
+    def points(self) -> Sequence[Point]:
+        """Sizes at which chains are lowered: primes, where there are some."""
+        return self._points
 
     @property
     def first_point(self) -> Point:
@@ -153,21 +159,21 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
         raise NoOneProgram("it writes to a tensor that it is given")
     first = fusion.planned.sites[0]
     program = work.program(fusion.planned.chain.sites[0].op_indices, first.outputs, model=fusion.planned.program)
-    _require_one_kernel(fusion, program, work)
+    kernel, built = _kernel_for_all_sizes(fusion, program, work)
     calls: dict[Any, Callable[..., Any]] = {}
     sites = []
     for site, lowered in zip(fusion.planned.chain.sites, fusion.planned.sites, strict=True):
         key = work.layout_of((*lowered.given, *lowered.outputs))
         if key not in calls:
-            bind = functools.partial(_bound, work, fusion.kernel.name, fusion.built, program, lowered)
-            calls[key] = sized_call(fusion.kernel.name, len(work.names), bind)
+            bind = functools.partial(_bound, work, kernel.name, built, program, lowered)
+            calls[key] = sized_call(kernel.name, len(work.names), bind)
         sites.append(
             SiteRewrite(
                 fusion_id=fusion.planned.id, members=site.op_indices, inputs=(*work.places, *lowered.given),
                 outputs=lowered.outputs, call=calls[key],
             )
         )  # fmt: skip
-    return replace(fusion, sites=tuple(sites))
+    return replace(fusion, kernel=kernel, built=built, sites=tuple(sites))
 
 
 def _bound(
@@ -181,19 +187,23 @@ def _bound(
     return fused_call(name, launch, work.metas(lowered.given, point), work.metas(lowered.outputs, point))
 
 
-def _require_one_kernel(fusion: BuiltFusion, program: SizedProgram, work: Workpiece) -> None:
-    """Refuse a kernel that is written in another form at the ends of the piece (rows that are walked in parts).
+def _kernel_for_all_sizes(fusion: BuiltFusion, program: SizedProgram, work: Workpiece) -> tuple[RenderedKernel, BuiltKernel]:
+    """Return the kernel that serves the whole piece, compiled ahead for it.
 
     Raises:
-        NoOneProgram: with the sizes.
+        NoOneProgram: with the sizes at which it is written in another form.
     """
-    ends = [tuple(getattr(one, end) for one in work.piece.box if one.name in work.names) for end in ("least", "most")]
-    kernel, maker = fusion.kernel, backend_named(fusion.kernel.backend)
-    for point in ends:
-        there = program.at(work.leaves(point))
-        rendered = maker.render(there, fusion.planned.header, tuning=kernel.parameters, fast_math=kernel.fast_math)
-        if rendered.entry != kernel.name:
-            raise NoOneProgram(f"at {point} it takes a kernel of another form")
+
+    def at(point: Point) -> Program:
+        return program.at(work.leaves(point))
+
+    ranges = [one for one in work.piece.box if one.name in work.names]
+    ends = [tuple(getattr(one, end) for one in ranges) for end in ("least", "most")]
+    first = fusion.planned.sites[0]
+    return for_all_sizes(
+        fusion, [(str(point), at(point)) for point in ends], [at(point) for point in work.points],
+        programs_at(tried_points(ranges), at), work.metas((*first.given, *first.outputs), work.first_point), work.kernels,
+    )  # fmt: skip
 
 
 def all_sized(work: Workpiece, fusions: Sequence[BuiltFusion]) -> tuple[list[BuiltFusion], list[tuple[str, str]]]:
