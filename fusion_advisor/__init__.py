@@ -59,9 +59,9 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed, and
             there are no options.
         **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`. ``shapes="batch=1..16,seq=1..4096"`` serves
-            ranges of sizes (:func:`fusion_advisor.fuse.plan.size_ranges.read_shapes`). With ``run_dir`` the run's files are written
-            there, as ``fusion-advisor apply`` writes them: the report (JSON, HTML, markdown), the capture and the kernels.
-            :func:`load_plan` reads them.
+            ranges of sizes (:func:`fusion_advisor.fuse.plan.size_ranges.read_shapes`). With ``run_dir`` the run's files are
+            written there, as ``fusion-advisor apply`` writes them: the report (JSON, HTML, markdown), the capture and the
+            kernels. :func:`load_plan` reads them.
 
     Returns:
         The fused model: call it like the model; ``.report`` says what was done, ``.revert()`` (or leaving a ``with`` block)
