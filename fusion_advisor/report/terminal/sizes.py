@@ -11,7 +11,7 @@ from fusion_advisor.report.shapes import sentences
 from fusion_advisor.report.shapes.rows import piece_rows, point_rows
 from fusion_advisor.report.terminal.layout import TONES, Column, fitted_table, text_line
 
-_MOST_ROWS = 6
+_MOST_ROWS = 5
 _MOST_REFUSALS = 1
 
 
@@ -28,7 +28,7 @@ def size_lines(shapes: ShapeRanges | None, console: Console) -> list[RenderableT
             Column("Ours", tuple(row.ours for row in shown), is_right=True),
             Column("Speedup", tuple(row.speedup for row in shown), is_right=True),
             Column("95% CI", tuple(row.spread for row in shown), drop=1),
-            Column("Of sizes", tuple(pieces[row.piece - 1].sizes for row in shown), drop=3),
+            Column("Piece", tuple(pieces[row.piece - 1].sizes for row in shown), drop=3),
             Column(
                 "Result",
                 tuple(f"{row.mark} {row.outcome}" for row in shown),
