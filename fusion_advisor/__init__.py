@@ -58,9 +58,9 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
         plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed, and
             there are no options.
-        **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`. ``shapes="batch=1..16,seq=1..4096"``
-            serves ranges of sizes (:func:`fusion_advisor.fuse.plan.size_ranges.read_shapes`). With ``run_dir`` the run's files
-            are written there, as ``fusion-advisor apply`` writes them: the report (JSON, HTML, markdown), the capture and the
+        **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`. ``shapes="batch=1..16,seq=1..4096"`` serves
+            ranges of sizes (:func:`fusion_advisor.fuse.plan.size_ranges.read_shapes`). With ``run_dir`` the run's files are
+            written there, as ``fusion-advisor apply`` writes them: the report (JSON, HTML, markdown), the capture and the
             kernels. :func:`load_plan` reads them.
 
     Returns:
@@ -99,10 +99,10 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         return fused
     chosen = _named("apply", loaded, ApplyOptions(**{**options, "shapes": asked_shapes(options.get("shapes"))}))
     take_out(model)
-    folder = None if chosen.run_dir is None else Path(chosen.run_dir)
-    if folder is None:
+    if chosen.run_dir is None:
         run = apply_workload(loaded, chosen)
     else:
+        folder = Path(chosen.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "report.json"
         run = apply_workload(loaded, replace(chosen, run_dir=folder), on_report=lambda report: write_report(report, path))

@@ -19,7 +19,7 @@ import torch
 from fusion_advisor import units
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, capture_open
-from fusion_advisor.errors import SequenceTooLong, SizeRejected
+from fusion_advisor.errors import SizeRejected
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.finish import AppliedRun
@@ -68,18 +68,19 @@ def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> dict[str, tup
     Each range is tried at its end in the original model (on a CPU: a position out of a table ends a GPU's process).
 
     Raises:
-        SequenceTooLong: the model has fewer positions.
         SizeRejected: the model refuses a size; the error names the largest that it takes.
         UsageError: a name is no dim of the call.
     """
     assert options.shapes is not None
     dims = dims_of(loaded.args, loaded.kwargs, options.shapes)
-    limit = max_positions(getattr(loaded.model, "config", None))
+    config = getattr(loaded.model, "config", None)
+    limit = None if config is None else max_positions(config)
     for one in options.shapes.ranges:
         if one.name == "seq" and limit is not None and one.most > limit:
-            raise SequenceTooLong(
-                option="--shapes seq=", seq_len=one.most, maximum=limit, model_id=loaded.record.model_id, most=limit
-            )
+            raise SizeRejected(
+                model_id=loaded.record.model_id, name="seq", size=one.most, cause=f"it has {limit} positions",
+                largest=f"the largest that it takes is {limit}",
+            )  # fmt: skip
     if loaded.record.device == "cpu":
         call = module_call.original_call(loaded.model)
         for one in options.shapes.ranges:

@@ -14,7 +14,21 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from fusion_advisor.files.safe_name import why_unsafe
-from fusion_advisor.records import ULP_ENDS, Arg, Capture, Chain, Match, OpNode, Ref, Report, Status, StepProfile, Timing
+from fusion_advisor.records import (
+    ULP_ENDS,
+    Arg,
+    Capture,
+    Chain,
+    Match,
+    OpNode,
+    Ref,
+    Report,
+    ShapeRanges,
+    SizeRange,
+    Status,
+    StepProfile,
+    Timing,
+)
 
 _LARGEST = 2**63
 _SIGNED = frozenset({
@@ -55,6 +69,8 @@ def check_report(report: Report) -> None:
                 bins = len(getattr(fusion.numerics, key))
                 if bins not in (0, len(ULP_ENDS) + 1):
                     raise Unsound(f"fusions[{at}].numerics.{key}: {bins} bins are not the {len(ULP_ENDS) + 1} that are known")
+    if report.shapes is not None:
+        _shapes(report.shapes)
 
 
 def check_capture(capture: Capture) -> None:
@@ -175,6 +191,29 @@ def _step(step: StepProfile | None, place: str) -> None:
 def _timing(timing: Timing | None, place: str) -> None:
     if timing is not None and not timing.ci_low_ns <= timing.median_ns <= timing.ci_high_ns:
         raise Unsound(f"{place}: its median lies outside its interval")
+
+
+def _shapes(shapes: ShapeRanges) -> None:
+    _ranges(shapes.asked, "shapes.asked")
+    names = [one.name for one in shapes.asked]
+    if not names or not math.isfinite(shapes.seconds):
+        raise Unsound("shapes: no dim varies, or the time that it took is no number")
+    for number, piece in enumerate(shapes.pieces):
+        place = f"shapes.pieces[{number}]"
+        _ranges(piece.ranges, f"{place}.ranges")
+        if [one.name for one in piece.ranges] != names:
+            raise Unsound(f"{place}.ranges: its dims are not those asked for")
+        for at, point in enumerate(piece.points):
+            if [name for name, _ in point.sizes] != names or min(size for _, size in point.sizes) < 1:
+                raise Unsound(f"{place}.points[{at}].sizes: they are not one size for each dim")
+            _timing(point.eager, f"{place}.points[{at}].eager")
+            _timing(point.ours, f"{place}.points[{at}].ours")
+
+
+def _ranges(ranges: tuple[SizeRange, ...], place: str) -> None:
+    for one in ranges:
+        if not 1 <= one.least <= one.most:
+            raise Unsound(f"{place}: {one.name[:40]} goes from {one.least} to {one.most}")
 
 
 def _chain(chain: Chain, place: str) -> None:

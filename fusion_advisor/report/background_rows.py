@@ -14,6 +14,8 @@ GLOSSARY = (
     ("chain", "Neighbouring pointwise and reduction ops that pass values on and could be one kernel."),
     ("site", "One place in the model where a chain occurs. Equal chains of different layers are sites of one row."),
     ("fusion", "A chain's sites replaced by one kernel."),
+    ("piece", "Sizes that one graph serves, because the model assumes the same of all of them."),
+    ("point", "Sizes at which the rewrites of a piece were built, checked and timed."),
     ("floor", "Time that no kernel can go below: outside values read once and results written once, at the copy's speed."),
     ("share", "Part of the captured step's kernel time."),
     ("speedup", "Time before divided by time after: above 1 is faster."),

@@ -8,6 +8,7 @@ from fusion_advisor import units
 from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, Report, Status, Timing
 from fusion_advisor.report import baseline_rows, shared_rows
 from fusion_advisor.report.escape import visible
+from fusion_advisor.report.shapes.rows import asked_text, is_served
 
 RESTED = "single steps at full clock"
 
@@ -127,6 +128,11 @@ def next_step(report: Report) -> NextStep | None:
     if compiled := baseline_rows.faster_compile(report):
         mode = "" if compiled[0] == "default" else f', mode="{visible(compiled[0], 40)}"'
         return NextStep("torch.compile is faster here:", f"model = torch.compile(model{mode})")
+    if report.shapes is not None and any(map(is_served, report.shapes.pieces)):
+        code = (
+            f'import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, shapes="{visible(asked_text(report.shapes), 200)}")'
+        )
+        return NextStep("Serve these sizes in your program; each rewrite is checked and timed there again:", code)
     statuses = [row.status for row in report.fusions] + [row.status for row in report.rewrites]
     if report.after is None or Status.KEPT not in statuses:
         return NextStep("Nothing was kept, so there is nothing to install.", "")

@@ -8,6 +8,7 @@ from fusion_advisor import units
 from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, Status, Timing, TooBusy, Training
 from fusion_advisor.report import baseline_rows, first_screen, shared_rows
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.report.shapes import sentences
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ def headline(report: Report) -> Headline:
         points.append(f"numerics {'✓ within' if passed else '✗ outside'} {whose} ({report.model_check.oracle} as oracle)")
     elif report.after is not None and not baseline_rows.is_unchanged(report):
         points.append("whole-model numerics were not checked")
+    if report.shapes is not None:
+        points.append(sentences.summary(report.shapes))
     if failed := [gate.rule for gate in report.gates if gate.state == "failed"]:
         return Headline("loss", f"Gate failed: {', '.join(failed)}. {text}", tuple(points))
     if report.model_check is not None and not report.model_check.is_passed:

@@ -17,12 +17,13 @@ from fusion_advisor.records import Report, Status
 from fusion_advisor.report import background_rows, baseline_rows, first_screen, kernel_rows, quality, shared_rows, waterfall_rows
 from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline
+from fusion_advisor.report.shapes.view import sizes_view
 
 LIMIT = 60_000
 MAX_ROWS = 10
 MAX_KERNELS = 20
 MAX_SOURCE_LINES = 120
-_CUTS = ("source", "kernels", "environment", "removed", "quality")
+_CUTS = ("source", "kernels", "environment", "removed", "sizes", "quality")
 """Parts in the order in which they are given up."""
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~])")
@@ -41,10 +42,14 @@ def render_markdown(report: Report, limit: int = LIMIT) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """Return the first whole lines of a text that is too long, and a last line that says so."""
+    """Return the first whole lines of a text that is too long, outside any code block, and a last line that says so."""
     tail = "\n\n_cut; the full report is in `report.html`_\n"
     head = text[: max(0, limit - len(tail))]
-    return head[: head.rfind("\n")] + tail if "\n" in head else head[:limit]
+    if "\n" not in head:
+        return head[:limit]
+    head = head[: head.rfind("\n")]
+    fences = [found.start() for found in re.finditer(r"^```", head, re.MULTILINE)]
+    return (head[: fences[-1]].rstrip() if len(fences) % 2 else head) + tail
 
 
 def sticky_key(report: Report) -> str:
@@ -119,6 +124,8 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             has_rested=baseline_rows.has_rested(report),
             run_lines=baseline_rows.run_lines(report),
             predicted=baseline_rows.predicted,
+            sizes=sizes_view(report.shapes) if report.shapes else None,
+            max_rows=MAX_ROWS,
             fusions=report.fusions[:MAX_ROWS],
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, StepProfile, Timing
 from fusion_advisor.report import baseline_rows, kernel_rows, shared_rows
 from fusion_advisor.report.escape import visible
+from fusion_advisor.report.shapes import rows as size_rows
 
 Cell = str | int | float | bool | None
 """None: not measured, or it does not apply."""
@@ -195,6 +196,27 @@ def _modules(report: Report) -> Table:
     )
 
 
+def _sizes(report: Report) -> Table:
+    columns = (
+        *("point", "sizes", "elements", "piece", "piece_sizes", "eager_ns", "ours_ns", "speedup_ratio", "speedup_low_ratio"),
+        *("speedup_high_ratio", "fused_rel_l2", "eager_rel_l2", "rewrites", "reason"),
+    )
+    if report.shapes is None:
+        return Table(columns, ())
+    pieces = size_rows.piece_rows(report.shapes)
+    points = [point for piece in report.shapes.pieces for point in piece.points]
+    made: list[tuple[Cell, ...]] = []
+    for row, point in zip(size_rows.point_rows(report.shapes), points, strict=True):
+        found, piece = row.compared, pieces[row.piece - 1]
+        speed = (found.ratio, found.ratio_low, found.ratio_high) if found else (None,) * 3
+        begin = (row.number, row.sizes, row.elements, piece.sizes, piece.count, _median(point.eager), _median(point.ours))
+        errors = (point.rel_l2, point.eager_rel_l2)
+        made.append((*begin, *speed, *errors, ", ".join(point.rewrites), point.reason))
+    # A piece without points has a row of its own, so that its reason is there.
+    made += [(None, None, None, piece.sizes, piece.count, *((None,) * 8), piece.refusal) for piece in pieces if piece.refusal]
+    return Table(columns, tuple(made))
+
+
 _MAKERS: dict[str, Callable[[Report], Table]] = {
     "rewrites": _rewrites,
     "chains": _chains,
@@ -204,5 +226,6 @@ _MAKERS: dict[str, Callable[[Report], Table]] = {
     "steps": _steps,
     "baselines": _baselines,
     "modules": _modules,
+    "sizes": _sizes,
 }
 NAMES = tuple(_MAKERS)

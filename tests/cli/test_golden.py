@@ -26,6 +26,7 @@ WIDTHS = (40, 60, 80, 100, 120)
 COMMANDS = {
     "profile": ("report", "@last", "--format", "md"),
     "apply": ("report", "2029", "--format", "md"),
+    "sizes": ("report", "2028", "--format", "md"),
     "compare": ("compare", "2029:eager", "2029:applied", "--fail-on", "speedup<1.05"),
 }
 
@@ -35,6 +36,7 @@ COMMANDS = {
 def test_tables(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, color: str) -> None:
     put_run("20300102-030405-7f3a9c", "profiled")
     put_run("20290102-030405-aaaaaa", "applied")
+    put_run("20280102-030405-bbbbbb", "sized")
     pages = []
     for width in WIDTHS:
         monkeypatch.setenv("COLUMNS", str(width))

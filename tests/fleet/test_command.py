@@ -12,7 +12,7 @@ import pytest
 from fusion_advisor import units
 from fusion_advisor.cli.app import main
 from fusion_advisor.report.fleet.view import hours
-from fusion_advisor.report.html.fleet_page import render_fleet_html, render_fleet_markdown
+from fusion_advisor.report.html.other_pages import render_fleet_html, render_fleet_markdown
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch._dynamo.utils
 
 import fusion_advisor as fa
 from fusion_advisor.codegen.cpp.backend import find_compiler
-from fusion_advisor.errors import PlanMismatch, SequenceTooLong, SizeRejected, UsageError
+from fusion_advisor.errors import PlanMismatch, SizeRejected, UsageError
 from fusion_advisor.fuse.apply_shapes import points_of
 from fusion_advisor.records import ShapeRanges, SizeRange
 from fusion_advisor.records.serialize import dump_report, load_report
@@ -126,7 +127,7 @@ def test_the_report_says_what_serves_which_sizes(saved):
     for piece in shapes.pieces:
         for point in piece.points:
             assert "gelu_tanh" in point.rewrites
-            assert point.rel_l2 <= 2 * point.eager_rel_l2
+            assert point.rel_l2 <= max(2 * point.eager_rel_l2, 1e-6)
             assert {fusion.kernel for fusion in point.fusions} <= {kernel.name for kernel in piece.kernels}
     assert load_report(dump_report(report), "report.json").shapes == shapes
 
@@ -147,14 +148,14 @@ def test_a_saved_plan_serves_its_ranges_in_another_model(saved):
     assert "_compiled_call_impl" not in model.__dict__
 
 
-def test_a_saved_plan_of_another_graph_is_refused(saved, monkeypatch):
+def test_a_saved_plan_of_another_graph_is_refused(saved):
     folder, _ = saved
-    from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
-
+    plan = fa.load_plan(folder)
+    first, *others = plan.report.shapes.pieces
+    shapes = replace(plan.report.shapes, pieces=(replace(first, graph="another"), *others))
     model, kwargs = tiny.gpt2()
-    monkeypatch.setattr(Workpiece, "graph_hash", lambda _: "another")
     with pytest.raises(PlanMismatch, match="makes another graph"):
-        fa.apply(model, kwargs, plan=fa.load_plan(folder))
+        fa.apply(model, kwargs, plan=replace(plan, report=replace(plan.report, shapes=shapes)))
 
 
 def test_a_weight_that_changes_is_seen_at_every_size(saved):
@@ -190,7 +191,7 @@ def test_sizes_that_the_model_rejects_are_named_ahead_of_any_work():
         served(model, {"x": x}, {"x": ("batch=1..4", "seq=1..64", None)})
     assert "the largest that it takes is 20" in error.value.note_text
     gpt2, kwargs = tiny.gpt2()
-    with pytest.raises(SequenceTooLong, match="64 positions"):
+    with pytest.raises(SizeRejected, match="it has 64 positions"):
         served(gpt2, kwargs, "seq=1..65")
     with pytest.raises(UsageError, match="no tensor of the call has a dim height"):
         served(gpt2, kwargs, "height=1..65")

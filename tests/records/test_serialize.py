@@ -127,6 +127,24 @@ def edited(**changes: object) -> str:
     return json.dumps({**json.loads(dump_report(applied())), **changes})
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda made: made["asked"][0].update(least=0), "shapes.asked: batch goes from 0 to 16"),
+        (lambda made: made["asked"].clear(), "shapes: no dim varies"),
+        (lambda made: made.update(seconds="inf"), "the time that it took is no number"),
+        (lambda made: made["pieces"][0]["ranges"][1].update(least=9000), "shapes.pieces[0].ranges: seq goes from 9000 to 4096"),
+        (lambda made: made["pieces"][1]["ranges"].pop(), "shapes.pieces[1].ranges: its dims are not those asked for"),
+        (lambda made: made["pieces"][0]["points"][1]["sizes"][0].__setitem__(1, 0), "shapes.pieces[0].points[1].sizes"),
+        (lambda made: made["pieces"][0]["points"][0]["ours"].update(ci_high_ns=1), "points[0].ours: its median lies outside"),
+    ],
+)
+def test_ranges_that_do_not_hold_together_are_refused(change: Callable[[Any], object], why: str) -> None:
+    data = json.loads(dump_report(ALL["sized"]()))
+    change(data["shapes"])
+    assert why in refused(json.dumps(data))
+
+
 def test_truncated_files_are_refused_with_the_place() -> None:
     text = dump_report(profiled())
     for at in range(1, len(text) - 3, 997):

@@ -23,7 +23,11 @@ from fusion_advisor.records import (
     Receipt,
     RenderedKernel,
     Report,
+    ShapePiece,
+    ShapePoint,
+    ShapeRanges,
     Site,
+    SizeRange,
     Status,
     StepProfile,
     TensorMeta,
@@ -560,6 +564,95 @@ def hostile() -> Report:
         baselines=(*base.baselines, Baseline(name=HOSTILE, note=LONG)),
         warnings=(HOSTILE,),
         notes=(HOSTILE, LONG),
+        shapes=hostile_shapes(),
+    )
+
+
+def ranges(batch: tuple[int, int], seq: tuple[int, int], names: tuple[str, str] = ("batch", "seq")) -> tuple[SizeRange, ...]:
+    """Ranges of two dims."""
+    ends = zip(names, (batch, seq), strict=True)
+    return tuple(SizeRange(name=name, least=least, most=most) for name, (least, most) in ends)
+
+
+def point(batch: int, seq: int, eager_ns: int, ours_ns: int, *rewrites: str, spread: float = 0.02, **more: object) -> ShapePoint:
+    """A timed point; its rounds differ from each other as a real one's do."""
+    eager, ours = timing(eager_ns, spread, runs=20, method="cuda_events"), timing(ours_ns, spread, runs=20, method="cuda_events")
+    uneven = replace(ours, times_ns=ours.times_ns[7:] + ours.times_ns[:7])
+    made = ShapePoint(
+        sizes=(("batch", batch), ("seq", seq)), rewrites=rewrites, eager=eager, ours=uneven, rel_l2=2.3e-3, eager_rel_l2=2.5e-3
+    )
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def shapes() -> ShapeRanges:
+    """Ranges in four pieces: faster, slower from some size on, within noise, wrong numbers, and a piece without a graph."""
+    one_size = ("merge-gemms", "it decides by one size")
+    large = "near these sizes the original ops take 21.40 ms, ours 22.90 ms"
+    wrong = "all rewrites together: relative error 4.10e-02; the limit is: 1.5 times eager's 2.5e-3"
+    return ShapeRanges(
+        asked=ranges((1, 16), (1, 4096)),
+        dims=(("input_ids", ("batch", "seq")), ("attention_mask", ("batch", "seq")), ("table", ("", "seq"))),
+        pieces=(
+            ShapePiece(
+                ranges=ranges((2, 16), (2, 4096)),
+                points=(
+                    point(2, 2, 1_420_000, 1_000_000, "add_layernorm", "gelu_tanh", "drop-masks"),
+                    point(5, 90, 2_640_000, 2_200_000, "add_layernorm", "add_layernorm", "gelu_tanh", dropped=(one_size,)),
+                    point(16, 1024, 21_400_000, 22_900_000, "gelu_tanh", reason=large),
+                ),
+            ),
+            ShapePiece(
+                ranges=ranges((2, 16), (1, 1)),
+                points=(point(2, 1, 1_400_000, 990_000, "embedding_add_layer_norm_633b", "gelu_tanh", dropped=(one_size,)),),
+            ),
+            ShapePiece(
+                ranges=ranges((1, 1), (2, 4096)),
+                points=(
+                    point(1, 2, 1_390_000, 1_385_000, "embedding_add_layer_norm_321a"),
+                    point(1, 4096, 9_800_000, 8_900_000, "gelu_tanh", reason=wrong, eager=None, ours=None, rel_l2=0.041),
+                ),
+            ),
+            ShapePiece(ranges=ranges((1, 1), (1, 1)), refusal="dynamo takes seq for a constant: it is compared with 1"),
+        ),
+        seconds=96.844,
+    )
+
+
+def sized() -> Report:
+    """A small run that serves ranges of sizes."""
+    base = applied()
+    assert base.after is not None
+    fusion = replace(base.fusions[0], rendered=(), original_source=())
+    kept = next(chain for chain in base.chains if chain.id == fusion.chain_id)
+    return replace(
+        base,
+        chains=(replace(kept, sites=kept.sites[:2]),),
+        answers=tuple(answer for answer in base.answers if answer.chain_id == kept.id),
+        before=replace(base.before, timeline=None),
+        captured=None,
+        after=replace(base.after, timeline=None),
+        fusions=(fusion,),
+        rewrites=(),
+        baselines=(),
+        findings=(),
+        warm_up=None,
+        shapes=shapes(),
+    )
+
+
+def hostile_shapes() -> ShapeRanges:
+    """Ranges whose every text is an attack or far too long, at the largest sizes that a file may hold."""
+    names = (HOSTILE, LONG)
+    sizes = ((HOSTILE, 1), (LONG, 2**62))
+    nasty = replace(point(1, 1, 1, 10**12, HOSTILE, LONG, "_0a1b"), sizes=sizes, dropped=((HOSTILE, HOSTILE), ("", LONG)))
+    return ShapeRanges(
+        asked=ranges((1, 2**62), (1, 2**62), names),
+        dims=((HOSTILE, names), (LONG, ())),
+        pieces=(
+            ShapePiece(ranges=ranges((1, 1), (1, 2**62), names), points=(nasty, replace(nasty, reason=HOSTILE))),
+            ShapePiece(ranges=ranges((2, 2), (1, 1), names), refusal=LONG),
+        ),
+        seconds=1e300,
     )
 
 
@@ -580,4 +673,5 @@ ALL = {
     "empty": empty,
     "hostile": hostile,
     "failed_numbers": failed_numbers,
+    "sized": sized,
 }

@@ -17,7 +17,7 @@ from fusion_advisor.report.html.charts import LABEL_SIZE, TICK_SIZE
 from fusion_advisor.report.html.embed_traces import read_traces
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.html.text_width import text_width
-from tests.report.fixtures import applied, hostile, profiled, real
+from tests.report.fixtures import applied, hostile, profiled, real, sized
 
 pytestmark = pytest.mark.browser
 
@@ -38,6 +38,7 @@ def long_names() -> Report:
 
 REPORTS: dict[str, Callable[[], Report]] = {
     "applied": applied, "hostile": hostile, "short": short, "real": real, "long names": long_names,
+    "sized": sized,
 }  # fmt: skip
 
 
@@ -85,6 +86,8 @@ def visit(browser: Any, files: dict[str, str]) -> Iterator[Callable[..., Any]]:
         ("short", "dark", 1280),
         ("short", "dark", 320),
         ("hostile", "light", 320),
+        ("sized", "light", 1280),
+        ("sized", "dark", 320),
     ],
 )
 def test_axe_finds_nothing(visit: Callable[..., Any], name: str, theme: str, width: int) -> None:
@@ -118,7 +121,7 @@ def test_nothing_is_asked_for_and_no_policy_is_broken(browser: Any, files: dict[
     context.close()
 
 
-@pytest.mark.parametrize("name", ["applied", "hostile", "real"])
+@pytest.mark.parametrize("name", ["applied", "hostile", "real", "sized"])
 def test_a_narrow_screen_needs_no_sideways_scrolling(visit: Callable[..., Any], name: str) -> None:
     page = visit(name, viewport={"width": 320, "height": 800})
     page.evaluate("document.querySelectorAll('details').forEach(item => { item.open = true })")
@@ -132,7 +135,7 @@ def test_every_name_in_the_waterfall_lies_within_it(visit: Callable[..., Any], n
     assert len(left) > 4 and min(left) >= 0
 
 
-@pytest.mark.parametrize("name", ["applied", "real", "long names", "hostile"])
+@pytest.mark.parametrize("name", ["applied", "real", "long names", "hostile", "sized"])
 def test_text_takes_no_more_than_its_measure(visit: Callable[..., Any], name: str) -> None:
     page = visit(name)
     page.evaluate("document.querySelectorAll('details').forEach(item => { item.open = true })")

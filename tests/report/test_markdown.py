@@ -13,7 +13,7 @@ from fusion_advisor import units
 from fusion_advisor.records import Report, Status
 from fusion_advisor.report import shared_rows
 from fusion_advisor.report.markdown import LIMIT, code_span, escape, fenced, render_markdown, sticky_key
-from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled, real, with_a_copy
+from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled, real, shapes, sized, with_a_copy
 
 MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table").enable("strikethrough")
 
@@ -105,6 +105,19 @@ def test_a_rewrite_that_was_not_tried_says_why() -> None:
     assert f"- {row.id} " in text and "its weights lie \\| apart" in text
     timed = replace(row, status=Status.SLOWER, step_delta_ns=5, step_delta_ci_ns=(4, 6))
     assert f"- {row.id} " not in render_markdown(replace(applied(), rewrites=(timed,)))
+
+
+def test_ranges_of_sizes_have_a_table_a_matrix_and_reasons() -> None:
+    text = render_markdown(sized())
+    assert is_balanced(text)
+    html = MARKDOWN.render(text)
+    assert "<td" in html and "serves batch 1..16, seq 1..4096" in text.lower()
+    assert "| 3 | batch 16, seq 1024 | 21.40 ms | 22.90 ms | 0.934× [0.927×, 0.941×] | – original ops |" in text
+    assert "| `merge-gemms` | not kept | ✗ dropped (reason a) | not kept | ✗ dropped (reason a) | not kept | not kept |" in text
+    assert "- Reason a: it decides by one size" in text
+    assert "A call outside these ranges" in text and "Other sizes" not in render_markdown(applied())
+    many = replace(shapes().pieces[0], points=shapes().pieces[0].points * 5)
+    assert "5 more points in the full report" in render_markdown(replace(sized(), shapes=replace(shapes(), pieces=(many,))))
 
 
 def test_parts_are_given_up_in_order() -> None:

@@ -10,7 +10,7 @@ from fusion_advisor import units
 from fusion_advisor.records import Report
 from fusion_advisor.report import kernel_rows, tables
 from fusion_advisor.report.html.page import render_html
-from tests.report.fixtures import ALL, HOSTILE, applied, hostile, profiled, real
+from tests.report.fixtures import ALL, HOSTILE, applied, hostile, profiled, real, shapes, sized
 
 UNITS = ("_ns", "_bytes", "_s", "_ratio")
 
@@ -48,6 +48,19 @@ def test_every_figure_is_the_reports_own() -> None:
     assert [row["device_ns"] for row in chains] == [chain.device_ns for chain in report.chains]
     assert [row["saving_bound_ns"] for row in chains] == [chain.saving_bound_ns for chain in report.chains]
     assert len(rows_of(report, "sites")) == sum(len(chain.sites) for chain in report.chains)
+
+
+def test_each_point_of_the_ranges_has_a_row_and_so_has_a_piece_without_any() -> None:
+    rows = rows_of(sized(), "sizes")
+    made = [point for piece in shapes().pieces for point in piece.points]
+    for row, point in zip(rows, made, strict=False):
+        assert row["eager_ns"] == (point.eager.median_ns if point.eager else None)
+        assert row["ours_ns"] == (point.ours.median_ns if point.ours else None)
+        assert (row["fused_rel_l2"], row["rewrites"], row["reason"]) == (point.rel_l2, ", ".join(point.rewrites), point.reason)
+        assert (row["speedup_ratio"] is None) is (point.eager is None)
+    assert [row["point"] for row in rows] == [1, 2, 3, 4, 5, 6, None]
+    assert rows[-1]["piece"] == "batch 1, seq 1" and rows[-1]["reason"] == shapes().pieces[-1].refusal
+    assert rows_of(applied(), "sizes") == []
 
 
 def test_kernels_and_categories_add_up_to_the_step() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_advisor.cli.common import completion, core, options, run_dir
+from fusion_advisor.cli.common import completion, core, options, run_dir, size_options
 from fusion_advisor.errors import UnknownRun, UsageError
 
 _PARAMETERS = {"context": "context_tokens", "input": "example_input"}
@@ -34,6 +34,8 @@ def apply(
     seq_len: options.SeqLenOpt = None,
     example_input: options.InputOpt = None,
     phase: options.PhaseOpt = None,
+    shapes: size_options.ShapesOpt = None,
+    points: size_options.PointsOpt = None,
     context_tokens: options.ContextOpt = None,
     new_tokens: options.NewTokensOpt = None,
     layers: options.LayersOpt = None,
@@ -138,6 +140,8 @@ def apply(
         offline=offline,
     )
     request = _request(context, target, asked)
+    ranges, at = size_options.read_sizes(shapes, points, phase=request.phase, is_dry=dry_run)
+    chosen = replace(chosen, shapes=ranges, shape_points=at)
     runner.run_apply(settings, request, chosen, shown, parse_rules(fail_on or (), absolute=absolute))
 
 

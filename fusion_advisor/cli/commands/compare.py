@@ -67,7 +67,7 @@ def compare(
     shown = gate_rules.judge(rules, comparing.compare(a_report, b_report, a_state, b_state))
     written = _write(shown, wanted, output or b_directory)
     if "md" in wanted:
-        from fusion_advisor.report.html.compare_page import render_compare_markdown
+        from fusion_advisor.report.html.other_pages import render_compare_markdown
 
         run_dir.append_step_summary(render_compare_markdown(shown))
     if open_html:
@@ -107,7 +107,7 @@ def _write(shown: Comparison, wanted: tuple[str, ...], directory: Path) -> list[
         return []
     from fusion_advisor.records.serialize import dump_record, write_atomic
     from fusion_advisor.report.compare.comparison import COMPARE_SCHEMA
-    from fusion_advisor.report.html.compare_page import render_compare_html, render_compare_markdown
+    from fusion_advisor.report.html.other_pages import render_compare_html, render_compare_markdown
 
     if directory.exists() and not directory.is_dir():
         raise UsageError(detail=f"--output {directory} is a file", help="pass a directory")

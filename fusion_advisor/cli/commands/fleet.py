@@ -124,7 +124,7 @@ def _said_to(progress: TerminalProgress) -> object:
 
 def _write(report: FleetReport, directory: Path) -> list[Path]:
     from fusion_advisor.records.serialize import dump_record, write_atomic
-    from fusion_advisor.report.html.fleet_page import render_fleet_html, render_fleet_markdown
+    from fusion_advisor.report.html.other_pages import render_fleet_html, render_fleet_markdown
 
     texts = {
         "fleet.json": dump_record(report, FLEET_SCHEMA),

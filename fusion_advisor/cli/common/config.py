@@ -39,6 +39,8 @@ LEFT_OUT = {
     "context": "512, or what the model has room for",
     "new-tokens": "32",
     "layers": "all",
+    "shapes": "the example's alone",
+    "points": "chosen in the ranges",
     "only": "all",
     "skip": "none",
     "kernels": "the shipped library",

@@ -50,6 +50,13 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA311": {"model_id": "model.py:make", "detail": "no output depends on a parameter that requires gradients"},
     "FA313": {"model_id": "MyModel"},
     "FA315": {"model_id": "MyModel"},
+    "FA316": {
+        "model_id": "MyModel",
+        "name": "seq",
+        "size": 4096,
+        "cause": "index out of range in self",
+        "largest": "the largest that it takes is 1024",
+    },
     "FA401": {"detail": "F2 add_layernorm: too much shared memory"},
     "FA402": {"detail": "F2 add_layernorm: error 3.1e-2, limit 4.0e-3"},
     "FA403": {"detail": "F2 add_layernorm: no launch of the kernel was seen"},

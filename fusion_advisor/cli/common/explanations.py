@@ -109,6 +109,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "A fused call stays only after its results were compared with the original's. This model's call returns no tensor (None, "
         "a string, a Python number) and writes to none among its inputs and buffers, so there is nothing to compare.",
     ),
+    "FA316": (
+        "`apply --shapes` calls the original model at the end of each range before anything is measured (on a CPU; on a GPU a "
+        "bad index would end the process). The model raised there: a table that ends, a mask of fixed size, a size that its "
+        "layers cannot divide. The error names the largest size that it takes.",
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. The inputs may not fit "

@@ -29,7 +29,7 @@ FORMATS = ("html", "md", "json")
 EXTRA = ("csv",)
 """Written only on request."""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
-_SPELLED = {"kernel_dirs": "--kernels", "min_time_s": "--min-time"}
+_SPELLED = {"kernel_dirs": "--kernels", "min_time_s": "--min-time", "shape_points": "--points"}
 """Options whose names differ from their fields."""
 _OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash", "budgets", "bandwidth", "remembers")
 """Fields that identify a run, say how long it measures or where its verdicts come from: they make no other run of it."""
@@ -68,6 +68,8 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
             if value == item.default and item.name != "seed":
                 continue
             option = _SPELLED.get(item.name, "--" + item.name.replace("_", "-"))
+            if item.name in ("shapes", "shape_points"):
+                value = _sizes_text(record)[item.name]
             if isinstance(value, bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
             elif isinstance(value, tuple):
@@ -75,6 +77,11 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
             elif value is not None:
                 words += [option, str(value)]
     return shlex.join(words)
+
+
+def _sizes_text(options: Any) -> dict[str, str]:
+    """Return ranges of sizes, and points in them, as their options take them."""
+    return {"shapes": options.shapes.text, "shape_points": options.shapes.points_text(options.shape_points)}
 
 
 def forward_command(command: str) -> str:

@@ -15,6 +15,7 @@ MOST_NAMES = 3
 """Each further name triples the sizes at which a chain is looked at, and doubles the pieces where 1 is among its sizes."""
 _PART = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:=\s*(-?\d+)\s*(?:\.\.\s*(-?\d+)\s*)?)?\Z")
 _HELP = "write --shapes 'batch=1..16,seq=1..4096'"
+_POINTS_HELP = "write --points 'batch=1 seq=512; batch=16 seq=1'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,19 @@ class ShapeRequest:
 
     ranges: tuple[SizeRange, ...]
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """``batch=1..16,seq=1..4096``."""
+        return ",".join(one.text for one in self.ranges)
+
+    def points_text(self, points: Sequence[Sequence[int]]) -> str:
+        """Return points as ``--points`` takes them.
+
+        Args:
+            points: sizes in the order of the ranges.
+        """
+        return "; ".join(" ".join(f"{one.name}={size}" for one, size in zip(self.ranges, point, strict=True)) for point in points)
 
 
 def read_shapes(shapes: str | Mapping[str, Sequence[str | None]]) -> ShapeRequest:
@@ -97,15 +111,21 @@ def read_points(points: str, ranges: Sequence[SizeRange]) -> tuple[tuple[int, ..
         UsageError: it cannot be read, a dim is missing, or a point lies outside the ranges.
     """
     found = []
-    for text in filter(str.strip, points.split(";")):
-        sizes = {name: least for name, least, _ in (_read(part) for part in re.split(r"[\s,]+(?=[A-Za-z_])", text.strip()))}
+    for text in filter(None, map(str.strip, points.split(";"))):
+        sizes = dict(map(_read_size, re.split(r"[\s,]+(?=[A-Za-z_])", text)))
         for one in ranges:
-            size = sizes.pop(one.name, None)
+            size = sizes.get(one.name)
             if size is None or not one.holds(size):
                 what = "has no size" if size is None else f"is {size}"
-                raise UsageError(detail=f"--points: in `{text.strip()}` {one.name} {what}", help=f"--shapes says {one.text}")
-        if sizes:
-            raise UsageError(detail=f"--points: --shapes has no {', '.join(sizes)}", help="name the dims of --shapes alone")
-        values = {name: least for name, least, _ in (_read(part) for part in re.split(r"[\s,]+(?=[A-Za-z_])", text.strip()))}
-        found.append(tuple(int(values[one.name] or 0) for one in ranges))
+                raise UsageError(detail=f"--points: in `{text}` {one.name} {what}", help=f"--shapes says {one.text}")
+        if others := sorted(set(sizes) - {one.name for one in ranges}):
+            raise UsageError(detail=f"--points: --shapes has no {', '.join(others)}", help="name the dims of --shapes alone")
+        found.append(tuple(sizes[one.name] for one in ranges))
     return tuple(found)
+
+
+def _read_size(part: str) -> tuple[str, int]:
+    found = _PART.match(part)
+    if found is None or found[2] is None or found[3] is not None:
+        raise UsageError(detail=f"--points: `{part.strip()}` is no size of a dim", help=_POINTS_HELP)
+    return found[1], int(found[2])

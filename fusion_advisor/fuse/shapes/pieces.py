@@ -41,19 +41,20 @@ class Piece:
     refusal: str = ""
 
 
-def find_pieces(ranges: Sequence[SizeRange], capture: Capture) -> list[Piece]:
+def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MOST_PIECES) -> list[Piece]:
     """Capture a call as often as its sizes make other graphs of it.
 
     Args:
         ranges: of all sizes.
         capture: at some sizes.
+        most: pieces; what is left of the ranges runs the original ops.
     """
     waiting = list(_by_ones(ranges))
     found: list[Piece] = []
     while waiting:
         box = waiting.pop(0)
-        if len(found) >= MOST_PIECES:
-            found.append(Piece(box=box, refusal=f"the model makes more than {MOST_PIECES} graphs of these ranges"))
+        if len(found) >= most:
+            found.append(Piece(box=box, refusal=f"the model makes more than {most} graphs of these ranges"))
             continue
         sample = sample_of(box)
         try:

@@ -27,12 +27,14 @@ class SizeValues:
 
     Attributes:
         held_bytes: of what is kept.
+        most_bytes: that are kept.
     """
 
     def __init__(self, compute: GraphModule) -> None:
         self._compute = compute
         self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
         self.held_bytes = 0
+        self.most_bytes = MOST_HELD_BYTES
         self.__name__ = self.__qualname__ = "size_values"
 
     def __call__(self, *sizes: int) -> tuple[Any, ...]:
@@ -42,7 +44,7 @@ class SizeValues:
             with torch.no_grad():
                 found = tuple(self._compute(*sizes))
             needed = sum(value.untyped_storage().nbytes() for value in found)
-            if self.held_bytes + needed <= MOST_HELD_BYTES:
+            if self.held_bytes + needed <= self.most_bytes:
                 self._known[sizes] = found
                 self.held_bytes += needed
         return found

@@ -39,7 +39,9 @@ from fusion_advisor.report.html.highlight import MAX_LINES, CodePanel, panel, st
 from fusion_advisor.report.html.icicle import icicle, layer_chart
 from fusion_advisor.report.html.launch_gaps import bin_names, gap_rows, histogram
 from fusion_advisor.report.html.roofline import roofline
+from fusion_advisor.report.html.speed_chart import speed_chart
 from fusion_advisor.report.html.waterfall import waterfall
+from fusion_advisor.report.shapes.view import sizes_view
 
 MAX_KERNELS = 500
 MAX_MODULES = 200
@@ -60,6 +62,7 @@ SECTIONS = (
     ("gaps", "Launch gaps"),
     ("roofline", "Roofline"),
     ("baselines", "Baselines"),
+    ("sizes", "Other sizes"),
     ("numerics", "Numerics"),
     ("kernels", "Kernels"),
     ("method", "Method"),
@@ -143,6 +146,7 @@ def _charts(report: Report) -> dict[str, object]:
         "gap_chart": histogram(gaps),
         "gap_bins": bin_names(),
         "roof": roofline(report),
+        "speed_chart": speed_chart(report.shapes) if report.shapes else None,
     }
 
 
@@ -167,6 +171,7 @@ def _tables(report: Report, top_kernels: int) -> dict[str, object]:
         "kernels": rows,
         "kernels_left": kernels_left,
         "kernels_left_ns": kernels_left_ns,
+        "sizes": sizes_view(report.shapes) if report.shapes else None,
         "environment_rows": background_rows.environment_rows(report),
         "glossary": background_rows.GLOSSARY,
         "max_sites": MAX_SITES,

@@ -10,9 +10,9 @@ import unicodedata
 _ADVANCES = {
     0.41: "iIjlt.,:;'!|()[]/\\ frJ-\"",
     0.60: "cksvxyz",
-    0.65: "abdeghnopqu0123456789$?_LEF+*×→−–",
+    0.65: "abdeghnopqu0123456789$?_LEF+*→−–",
     0.73: "ABCKPRSTVXYZ",
-    0.84: "wDGHNOQU&=<>≤≥±~^#…·",
+    0.84: "wDGHNOQU&=<>≤≥±~^#…·×",
     1.00: "mMW@%µ▲√",
 }
 _ADVANCE = {character: advance for advance, characters in _ADVANCES.items() for character in characters}

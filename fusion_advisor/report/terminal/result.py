@@ -12,6 +12,7 @@ from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline, kept_count
 from fusion_advisor.report.terminal.compare import gate_lines
 from fusion_advisor.report.terminal.layout import TONES, Column, fitted_table, is_ascii, text_line
+from fusion_advisor.report.terminal.sizes import size_lines
 
 _MOST_WARNINGS = 5
 _MOST_ROWS = 15
@@ -68,7 +69,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         lines += [fitted_table(_fusion_columns(report), console), Text("")]
     else:
         lines.append(text_line("No rewrite was tried: no chain had a kernel.", console))
-    lines += _baselines(report, console)
+    lines += [*size_lines(report.shapes, console), *_baselines(report, console)]
     details = (
         waterfall_rows.sum_line(report),
         shared_rows.launch_line(report),

@@ -7,7 +7,6 @@ import itertools
 import torch
 
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, capture_open
-from fusion_advisor.fuse.shapes import pieces
 from fusion_advisor.fuse.shapes.pieces import contains, find_pieces, sample_of
 from fusion_advisor.records import SizeRange
 from tests.capture.sizes.test_open_capture import DIMS, Rows
@@ -15,7 +14,7 @@ from tests.capture.sizes.test_open_capture import DIMS, Rows
 BATCH, SEQ = SizeRange(name="batch", least=1, most=16), SizeRange(name="seq", least=1, most=100)
 
 
-def found(look, ranges=(BATCH, SEQ)):
+def found(look, ranges=(BATCH, SEQ), **limits):
     model = Rows(look).eval()
 
     def capture(sizes):
@@ -23,7 +22,7 @@ def found(look, ranges=(BATCH, SEQ)):
         dims = {"x": tuple(name if name in sizes else "" for name in DIMS["x"])}
         return capture_open(model, (), {"x": x}, dims)
 
-    return find_pieces(ranges, capture)
+    return find_pieces(ranges, capture, **limits)
 
 
 def texts(found_pieces):
@@ -68,15 +67,13 @@ def test_a_size_that_the_model_fixes_is_refused_in_words():
     assert piece.refusal
 
 
-def test_a_model_of_very_many_graphs_is_given_up(monkeypatch):
-    monkeypatch.setattr(pieces, "MOST_PIECES", 3)
-
+def test_a_model_of_very_many_graphs_is_given_up():
     def look(x):
         for _ in range(x.shape[1] // 4):
             x = x + 1
         return x
 
-    split = found(look, (SizeRange(name="seq", least=2, most=100),))
+    split = found(look, (SizeRange(name="seq", least=2, most=100),), most=3)
     refused = [piece for piece in split if piece.refusal]
     assert len(split) - len(refused) <= 3
     assert all("more than 3 graphs" in piece.refusal for piece in refused)

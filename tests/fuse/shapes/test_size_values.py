@@ -7,7 +7,6 @@ import torch
 
 from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
-from fusion_advisor.fuse.shapes import size_values
 from fusion_advisor.fuse.shapes.size_values import SizeValues, flagged, keep_size_values
 
 WINDOW = 20
@@ -61,11 +60,11 @@ def test_a_mask_is_computed_once_for_each_shape():
     assert values.held_bytes == held == 25 + 81
 
 
-def test_a_shape_without_room_computes_its_values_each_time(monkeypatch):
-    monkeypatch.setattr(size_values, "MOST_HELD_BYTES", 50)
+def test_a_shape_without_room_computes_its_values_each_time():
     opened, module = graph_of(Attention())
     keep_size_values(module)
     (values,) = [node.target for node in module.graph.nodes if isinstance(node.target, SizeValues)]
+    values.most_bytes = 50
     for length in (5, 9, 9):
         found, expected = run(opened, module, torch.randn(2, length, 8))
         torch.testing.assert_close(found, expected)

@@ -1,0 +1,151 @@
+"""What a report says about ranges of sizes: what is served, where the original ops run, and where the gain ends."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion_advisor import units
+from fusion_advisor.records import ShapeRanges
+from fusion_advisor.report.shapes.rows import PointRow, is_served, piece_rows, point_rows, range_words, size_count
+from fusion_advisor.timing.host_timer import CPU_TIME
+
+OUTSIDE = (
+    "A call outside these ranges, or one that differs from the example in anything but the named sizes, runs the original ops. "
+    "A warning gives the reason, once."
+)
+NEAREST = (
+    "Each exact shape is looked up once. It runs what stays at the nearest point of its piece: by the product of the sizes first."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Where ours and eager are equally fast, between two points that are clearly on either side."""
+
+    elements: float
+    """Product of the sizes."""
+    is_faster_above: bool
+
+
+def summary(shapes: ShapeRanges) -> str:
+    """Return one sentence for the first screen, without its full stop."""
+    where, points = range_words(shapes.asked), point_rows(shapes)
+    served = [point for point in points if point.is_served]
+    if not served:
+        return f"serves no other size: in {where} the original ops run"
+    refused = sum(not is_served(piece) for piece in shapes.pieces)
+    rest = f"; the original ops run in {refused} of {_count(len(shapes.pieces), 'piece')}" if refused else ""
+    left = len(points) - len(served)
+    of = f"{len(served)} of {_count(len(points), 'point')}" if left else _count(len(points), "point")
+    ratios = [point.compared.ratio for point in served if point.compared is not None]
+    if not ratios:
+        return f"serves {where}: checked at {of}, not timed{rest}"
+    low, high = (units.speedup(one)[:-1] for one in (min(ratios), max(ratios)))
+    return f"serves {where}: {low if low == high else f'{low} to {high}'} times as fast as eager at {of}{rest}"
+
+
+def left_to_original_ops(shapes: ShapeRanges) -> tuple[str, ...]:
+    """Return a sentence for each piece, or part of one, in which the original ops run."""
+    points = {point.number: point for point in point_rows(shapes)}
+    lines = []
+    for piece in piece_rows(shapes):
+        own = [points[number] for number in piece.points]
+        if piece.refusal:
+            lines.append(f"{piece.sizes} ({_sizes(piece.count)}): the original ops run. {_reason(piece.refusal)}")
+        elif all(not point.is_served for point in own):
+            why = " ".join(dict.fromkeys(_reason(point.reason) for point in own))
+            lines.append(f"{piece.sizes} ({_sizes(piece.count)}): the original ops run. {why}")
+        else:
+            near = [point for point in own if not point.is_served]
+            lines += [f"Near {point.sizes}, in {piece.sizes}: the original ops run. {_reason(point.reason)}" for point in near]
+    return tuple(lines)
+
+
+def share_line(shapes: ShapeRanges) -> str:
+    """Return how many of the sizes lie in pieces with rewrites."""
+    asked, served = size_count(shapes.asked), [piece for piece in shapes.pieces if is_served(piece)]
+    inside = sum(size_count(piece.ranges) for piece in served)
+    part = f"All {_sizes(asked)}" if inside == asked else f"{units.number(inside)} of {_sizes(asked)}"
+    return f"{part} lie in {_count(len(served), 'piece')} with rewrites, one graph each." if served else ""
+
+
+def dims_line(shapes: ShapeRanges) -> str:
+    """Return which dims of the call's tensors the names stand for."""
+    tensors = [f"{path} ({', '.join(name or 'fixed' for name in names)})" for path, names in shapes.dims]
+    return f"Named dims: {'; '.join(tensors)}." if tensors else ""
+
+
+def cost_line(shapes: ShapeRanges) -> str:
+    """Return what it took."""
+    return f"Tracing, deciding and building took {units.seconds(shapes.seconds)}." if shapes.seconds else ""
+
+
+def clock_line(shapes: ShapeRanges) -> str:
+    """Return how the points were timed; empty where none was."""
+    methods = {point.ours.method for piece in shapes.pieces for point in piece.points if point.ours is not None}
+    if not methods:
+        return ""
+    if "cuda_events" in methods:
+        return "Medians of interleaved calls (GPU time), launch by launch without a CUDA graph; 95% intervals in brackets."
+    clock = "CPU time" if CPU_TIME in methods else "wall time"
+    return f"Medians of interleaved calls ({clock}); 95% intervals in brackets."
+
+
+def volume_word(shapes: ShapeRanges) -> str:
+    """``batch × seq``: what the product of the sizes is."""
+    return " × ".join(one.name for one in shapes.asked)
+
+
+def crossovers(points: Sequence[PointRow]) -> tuple[Crossover, ...]:
+    """Return where the speed-up passes 1 from one side clearly to the other, in the order of the product of the sizes.
+
+    A point whose interval holds 1 is on neither side. Where points of one product disagree there is no crossover at it.
+    """
+    sides: dict[int, list[tuple[float, bool]]] = {}
+    for point in points:
+        found = point.compared
+        if found is not None and point.elements > 0 and (found.ratio_low > 1 or found.ratio_high < 1):
+            sides.setdefault(point.elements, []).append((found.ratio, found.ratio > 1))
+    clear = [
+        (elements, math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found)), found[0][1])
+        for elements, found in sorted(sides.items())
+        if len({is_faster for _, is_faster in found}) == 1 and min(ratio for ratio, _ in found) > 0
+    ]
+    lines = []
+    for (left, before, _), (right, after, is_faster) in itertools.pairwise(clear):
+        if (before > 1) != (after > 1):
+            part = math.log(before) / (math.log(before) - math.log(after))
+            lines.append(Crossover(left * (right / left) ** part, is_faster))
+    return tuple(lines)
+
+
+def crossover_line(shapes: ShapeRanges) -> str:
+    """Return where the gain begins or ends; empty where the points show no such place."""
+    found = crossovers(point_rows(shapes))
+    words = [f"{'faster' if one.is_faster_above else 'slower'} than eager from about {rounded(one.elements)} on" for one in found]
+    return f"By {volume_word(shapes)}, the rewrites are {', '.join(words)} (between timed points)." if words else ""
+
+
+def rounded(value: float) -> str:
+    """``1,200``: two digits, for a place that is read off between points."""
+    if value < 1:
+        return "1"
+    power = max(0, math.floor(math.log10(value)) - 1)
+    return units.number(round(value / 10**power) * 10**power)
+
+
+def _reason(text: str) -> str:
+    """Return a reason as a sentence."""
+    whole = text.strip().rstrip(".")
+    return f"{whole[:1].upper()}{whole[1:]}." if whole else "No reason was recorded."
+
+
+def _sizes(count: int) -> str:
+    return _count(count, "size")
+
+
+def _count(count: int, one: str) -> str:
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
