@@ -56,8 +56,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         model: any module in ``eval()`` mode; this instance is fused in place, until ``revert()``. What an earlier ``apply`` put
             into it is reverted first.
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
-        plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed, and
-            there are no options.
+        plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed, without options or timing.
         **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`. ``shapes="batch=1..16,seq=1..4096"`` serves
             ranges of sizes (:func:`fusion_advisor.fuse.plan.size_ranges.read_shapes`). With ``run_dir`` the run's files are
             written there, as ``fusion-advisor apply`` writes them: the report (JSON, HTML, markdown), the capture and the

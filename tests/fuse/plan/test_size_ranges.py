@@ -55,7 +55,7 @@ def test_points_lie_in_the_ranges():
         ("batch=1", "seq has no size"),
         ("batch=32 seq=1", "batch is 32"),
         ("batch=1 seq=1 width=3", "no width"),
-        ("batch=one seq=1", "no range of sizes"),
+        ("batch=one seq=1", "is no size of a dim"),
     ):
         with pytest.raises(UsageError, match=words):
             read_points(text, (BATCH, SEQ))
