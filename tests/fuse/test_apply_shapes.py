@@ -208,7 +208,7 @@ def test_a_call_that_one_graph_cannot_serve_runs_the_original_ops_with_the_reaso
         (piece,) = fused.report.shapes.pieces
         assert "2 graphs" in piece.refusal
         with torch.no_grad(), pytest.warns(UserWarning, match="2 graphs"):
-            fused(torch.randn(3, 8))
+            fused(x=torch.randn(3, 8))
 
 
 def test_points_are_the_ends_and_a_middle_within_reach():
