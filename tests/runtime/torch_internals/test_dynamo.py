@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from fusion_advisor.runtime.torch_internals import dynamo, fake_mode
+from fusion_advisor.runtime.torch_internals import dynamo, fake_mode, symbolic_sizes
 from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
 from tests.tiny import Toy
 
@@ -77,6 +77,30 @@ def test_guards_that_are_left_untried_guard_nonetheless(is_untried, monkeypatch)
 def test_has_dynamic_shapes(dynamic):
     _, found = dynamo_graph(lambda x: x * 2, torch.randn(3, 5), dynamic=dynamic, then=dynamo.has_dynamic_shapes)
     assert found is dynamic
+
+
+def test_guard_errors_are_raised_and_not_printed():
+    import logging
+
+    def fixed(x):
+        return x + torch.ones(9, 1)
+
+    logger = logging.getLogger("torch._guards")
+    before = logger.level
+    x = torch.randn(9, 7)
+    symbolic_sizes.leave_open(x, [0])
+    with pytest.raises(RuntimeError), dynamo.without_logged_guard_errors():
+        assert not logger.isEnabledFor(logging.ERROR)
+        dynamo_graph(fixed, x, dynamic=None)
+    assert logger.level == before
+
+
+def test_a_number_that_decides_a_shape_is_named():
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    why = dynamo.why_untraceable(DataDependentOutputException(torch.ops.aten._local_scalar_dense.default))
+    assert why == "a number in a tensor decides its shapes (DataDependentOutputException)"
+    assert dynamo.why_untraceable(ValueError("no")) is None
 
 
 def test_break_reason_names_the_line():

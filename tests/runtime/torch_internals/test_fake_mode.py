@@ -53,6 +53,13 @@ def test_fake_tensors_keep_layouts_and_leave_other_values():
     assert other == "text"
 
 
+def test_a_graph_is_given_the_layouts_of_other_inputs():
+    module = fx_trace.retrace_to_aten(lambda x: (x + 1).t(), fake_mode.fake_tensors([torch.randn(3, 4)]))
+    fake_mode.propagate(module, [torch.randn(5, 6)])
+    shapes = [tuple(node.meta["val"].shape) for node in module.graph.nodes if node.op == "call_function"]
+    assert shapes == [(5, 6), (6, 5)]
+
+
 def test_fake_result_runs_a_node_on_the_layouts_of_its_inputs():
     module = fx_trace.retrace_to_aten(lambda x: (x + 1).view(6, 2), fake_mode.fake_tensors([torch.randn(3, 4)]))
     nodes = {str(node.target): node for node in module.graph.nodes}

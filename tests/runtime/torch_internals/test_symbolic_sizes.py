@@ -1,0 +1,81 @@
+"""Symbolic sizes: one test for each private API of torch that is used, which names it when a release moves it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_advisor.runtime.torch_internals import dynamo, symbolic_sizes
+from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
+
+
+def traced(function, x):
+    """The fake tensors that a graph with open sizes returns at its first op, by order, and its environment."""
+    symbolic_sizes.leave_open(x, range(x.dim()))
+
+    def values(graph):
+        return [node.meta["example_value"] for node in graph.graph.nodes if "example_value" in node.meta]
+
+    found = dynamo_graph(function, x, dynamic=None, then=values)[1]
+    return found, symbolic_sizes.environment_of(found)
+
+
+def test_sizes_are_symbols_and_what_is_computed_from_them():
+    values, environment = traced(lambda x: torch.cat([x, x]) * 2, torch.randn(5, 7))
+    rows, columns = values[-1].shape
+    first = next(value for value in values if isinstance(value, torch.Tensor)).shape[0]
+    assert symbolic_sizes.is_size(rows) and not symbolic_sizes.is_size(5)
+    assert symbolic_sizes.symbol_of(columns) is not None
+    assert symbolic_sizes.symbol_of(rows) is None  # 2 * s
+    assert symbolic_sizes.symbol_of(5) is None
+    symbol = symbolic_sizes.symbol_of(first)
+    expression = symbolic_sizes.expression_of(rows)
+    assert symbolic_sizes.symbols_in(expression) == {symbol}
+    assert symbolic_sizes.at_sizes(expression, {symbol: 9}) == 18
+    compute = symbolic_sizes.computing(expression, [symbol])
+    assert [compute(size) for size in (3, 4, 3)] == [6, 8, 6]
+    assert symbolic_sizes.range_of(environment, symbol)[0] == 2
+
+
+def test_an_expression_without_a_size_for_its_symbol_is_refused():
+    values, _ = traced(lambda x: x * 2, torch.randn(5, 7))
+    expression = symbolic_sizes.expression_of(values[-1].shape[0])
+    with pytest.raises(ValueError, match="without a size"):
+        symbolic_sizes.at_sizes(expression, {})
+    with pytest.raises(ValueError, match="without a size"):
+        symbolic_sizes.at_sizes(expression > 4, {})
+    assert symbolic_sizes.at_sizes(7, {}) == 7
+    assert symbolic_sizes.symbols_in(7) == set()
+
+
+def test_what_is_symbolic_is_known_from_what_is_not():
+    values, environment = traced(lambda x: x * 2, torch.randn(5, 7))
+    assert symbolic_sizes.is_symbolic(values[-1]) and symbolic_sizes.is_symbolic(values[-1].shape[0])
+    assert not symbolic_sizes.is_symbolic(torch.zeros(3)) and not symbolic_sizes.is_symbolic(3)
+    assert environment is not None
+    assert symbolic_sizes.environment_of([torch.zeros(3), 4]) is None
+
+
+def test_a_branch_on_a_size_is_a_guard():
+    values, environment = traced(lambda x: x * 2 if x.shape[0] > 4 else x * 3, torch.randn(9, 7))
+    symbol = symbolic_sizes.symbol_of(values[-1].shape[0])
+    (guard,) = [one for one in symbolic_sizes.guards_of(environment) if symbol in symbolic_sizes.symbols_in(one)]
+    assert [symbolic_sizes.at_sizes(guard, {symbol: size}) for size in (4, 5, 100)] == [False, True, True]
+    assert not symbolic_sizes.is_inequation(guard)
+    assert symbolic_sizes.is_inequation(_ne(symbol))
+    assert symbolic_sizes.assumption_count(environment)[0] >= 1
+
+
+def _ne(symbol):
+    import sympy
+
+    return sympy.Ne(symbol, 3)
+
+
+def test_a_size_that_the_model_fixes_is_named():
+    x = torch.randn(9, 7)
+    with pytest.raises(RuntimeError) as caught, dynamo.without_logged_guard_errors():
+        traced(lambda x: x + torch.ones(9, 1), x)
+    why = symbolic_sizes.why_fixed(caught.value)
+    assert why is not None and "9" in why
+    assert symbolic_sizes.why_fixed(ValueError("no")) is None
