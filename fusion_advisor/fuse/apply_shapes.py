@@ -197,8 +197,10 @@ def serve_shapes(
         one, row = _served(work, piece)
         served.append(one)
         rows.append(row)
-        progress.found(f"{_box_text(piece.box)}: {_outcome(row)}")
+        (progress.found if _serving_points(row) else progress.warn)(_outcome(row))
     fused.serve(ShapeTable(ranges, dims, served, (loaded.args, loaded.kwargs)))
+    points = sum(len(row.points) for row in rows)
+    progress.note(f"decided at {points} points; graphs: {len(rows)}")
     return ShapeRanges(
         asked=ranges, dims=tuple(dims.items()), pieces=tuple(rows), seconds=round(time.perf_counter() - started, 3)
     )
@@ -276,7 +278,7 @@ def _decided(
     given = example_args(workpiece.opened, args, kwargs)
     work.progress.note(f"at {_text(sizes)}")
     decided = decide_at(
-        workpiece.opened, given, work.options, work.bandwidth, work.instruments, work.progress,
+        workpiece.opened, given, work.options, work.bandwidth, work.instruments, Progress(),
         budget_s=_BUDGET_S, only=lambda name: name not in work.refused,
     )  # fmt: skip
     fusions, dropped = all_sized(workpiece, decided.fusions)
@@ -329,20 +331,18 @@ def _timed(
     return eager, ours
 
 
+def _serving_points(row: ShapePiece) -> list[ShapePoint]:
+    return [point for point in row.points if not point.reason]
+
+
 def _outcome(row: ShapePiece) -> str:
-    if row.refusal:
-        return f"original ops: {row.refusal}"
-    served = [point for point in row.points if not point.reason]
+    where, served = ", ".join(one.text for one in row.ranges), _serving_points(row)
     if not served:
-        return f"original ops: {row.points[0].reason}"
+        return f"{where}: the original ops run. {row.refusal or row.points[0].reason}"
     gains = [point.eager.median_ns / point.ours.median_ns for point in served if point.eager and point.ours]
-    speed = f", {', '.join(units.speedup(gain) for gain in gains)}" if gains else ""
-    return f"{len(served)} of {len(row.points)} points have rewrites{speed}"
+    speed = f": {', '.join(units.speedup(gain) for gain in gains)}" if gains else ""
+    return f"rewrites for {where} at {len(served)} of {len(row.points)} points{speed}"
 
 
 def _text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def _box_text(box: Box) -> str:
-    return ", ".join(one.text for one in box)
