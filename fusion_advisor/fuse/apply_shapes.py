@@ -29,10 +29,12 @@ from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.registry import PASSES, kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.fuse.shapes.call_sizes import dims_of, resized
+from fusion_advisor.fuse.plan.size_ranges import CACHED
+from fusion_advisor.fuse.shapes.call_sizes import resized
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, find_pieces
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
 from fusion_advisor.records import (
@@ -46,6 +48,7 @@ from fusion_advisor.records import (
     SizeRange,
     Timing,
 )
+from fusion_advisor.runtime.call_tensors import objects_in
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.host_timer import step_timer
@@ -62,8 +65,8 @@ _ROUNDS = 20
 _BUDGET_S = 2.0
 
 
-def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> dict[str, tuple[str, ...]]:
-    """Refuse ranges that the model cannot serve, ahead of any work; return the names of the call's dims.
+def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> list[RangedCall]:
+    """Refuse ranges that the model cannot serve, ahead of any work; return the calls that they are ranges of.
 
     Each range is tried at its end in the original model (on a CPU: a position out of a table ends a GPU's process).
 
@@ -72,32 +75,32 @@ def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> dict[str, tup
         UsageError: a name is no dim of the call.
     """
     assert options.shapes is not None
-    dims = dims_of(loaded.args, loaded.kwargs, options.shapes)
     config = getattr(loaded.model, "config", None)
     limit = None if config is None else max_positions(config)
     for one in options.shapes.ranges:
-        if one.name == "seq" and limit is not None and one.most > limit:
+        # A decode step adds a position to those in the cache.
+        most = None if limit is None else {"seq": limit, CACHED: limit - 1}.get(one.name)
+        if most is not None and one.most > most:
             raise SizeRejected(
-                model_id=loaded.record.model_id, name="seq", size=one.most, cause=f"it has {limit} positions",
-                largest=f"the largest that it takes is {limit}",
+                model_id=loaded.record.model_id, name=one.name, size=one.most, cause=f"it has {limit} positions",
+                largest=f"the largest that it takes is {most}",
             )  # fmt: skip
+    calls = ranged_calls(loaded, options.shapes)
     if loaded.record.device == "cpu":
-        call = module_call.original_call(loaded.model)
-        for one in options.shapes.ranges:
-            _try_end(loaded, call, dims, options.shapes.ranges, one)
-    return dims
+        original = module_call.original_call(loaded.model)
+        for call in calls:
+            for one in call.ranges:
+                _try_end(loaded, original, call, one)
+    return calls
 
 
-def _try_end(
-    loaded: LoadedWorkload, call: Callable[..., Any], dims: Mapping[str, tuple[str, ...]], ranges: Sequence[SizeRange],
-    one: SizeRange,
-) -> None:  # fmt: skip
+def _try_end(loaded: LoadedWorkload, original: Callable[..., Any], call: RangedCall, one: SizeRange) -> None:
     def refusal(size: int) -> Exception | None:
-        sizes = {other.name: other.least for other in ranges} | {one.name: size}
-        args, kwargs = resized(loaded.args, loaded.kwargs, dims, sizes)
+        sizes = {other.name: other.least for other in call.ranges} | {one.name: size}
+        args, kwargs = resized(call.args, call.kwargs, call.dims, sizes)
         try:
             with torch.no_grad():
-                call(*args, **kwargs)
+                original(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError, AssertionError) as error:
             return error
         return None
@@ -114,18 +117,18 @@ def _try_end(
     raise SizeRejected(model_id=loaded.record.model_id, name=one.name, size=one.most, cause=cause, largest=largest) from error
 
 
-def points_of(box: Box, *, most: int, asked: Sequence[tuple[int, ...]] = ()) -> list[dict[str, int]]:
+def points_of(box: Box, *, most: int, asked: Sequence[Mapping[str, int]] = ()) -> list[dict[str, int]]:
     """Return the sizes at which rewrites are decided.
 
     Args:
         box: of a piece.
         most: product of the sizes at the largest point.
-        asked: by the user, in the order of the ranges; those inside are taken as they are.
+        asked: sizes by name, by the user; those inside are taken as they are.
     """
     names = [one.name for one in box]
-    mine = [point for point in asked if all(one.holds(size) for one, size in zip(box, point, strict=True))]
+    mine = [{name: point[name] for name in names} for point in asked if all(one.holds(point[one.name]) for one in box)]
     if mine:
-        return [dict(zip(names, point, strict=True)) for point in mine]
+        return [point for at, point in enumerate(mine) if point not in mine[:at]]
     least, largest = {one.name: one.least for one in box}, {one.name: one.most for one in box}
     while prod(largest.values()) > most and any(largest[one.name] > one.least for one in box):
         widest = max(box, key=lambda one: largest[one.name] / one.least)
@@ -142,11 +145,11 @@ def points_of(box: Box, *, most: int, asked: Sequence[tuple[int, ...]] = ()) -> 
 
 @dataclass(slots=True)
 class _Shapes:
-    """The work on one model's ranges."""
+    """The work on one call's ranges."""
 
     loaded: LoadedWorkload
     options: ApplyOptions
-    dims: Mapping[str, tuple[str, ...]]
+    ranged: RangedCall
     bandwidth: Bandwidth
     progress: Progress
     instruments: Instruments
@@ -157,12 +160,12 @@ class _Shapes:
     """Graph passes that look at numbers or at tensors of one size."""
 
     def call_at(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return resized(self.loaded.args, self.loaded.kwargs, self.dims, sizes)
+        return resized(self.ranged.args, self.ranged.kwargs, self.ranged.dims, sizes)
 
     def capture(self, sizes: dict[str, int]) -> OpenCapture:
         args, kwargs = self.call_at(sizes)
         self.progress.note(f"captured with open sizes at {_text(sizes)}")
-        return capture_open(self.loaded.model, args, kwargs, self.dims, model_id=self.loaded.record.model_id)
+        return capture_open(self.loaded.model, args, kwargs, self.ranged.dims, model_id=self.loaded.record.model_id)
 
     @property
     def on_cuda(self) -> bool:
@@ -170,8 +173,8 @@ class _Shapes:
 
 
 def serve_shapes(
-    fused: FusedModel, loaded: LoadedWorkload, options: ApplyOptions, dims: Mapping[str, tuple[str, ...]],
-    bandwidth: Bandwidth, progress: Progress, instruments: Instruments = MEASURED, kept: Collection[str] = (),
+    fused: FusedModel, loaded: LoadedWorkload, options: ApplyOptions, calls: Sequence[RangedCall], bandwidth: Bandwidth,
+    progress: Progress, instruments: Instruments = MEASURED, kept: Collection[str] = (),
 ) -> ShapeRanges:  # fmt: skip
     """Let a fused model serve ranges of sizes.
 
@@ -179,7 +182,7 @@ def serve_shapes(
         fused: the model, with what was kept for the example call.
         loaded: the model and that call.
         options: with ``shapes``.
-        dims: from :func:`check_ranges`.
+        calls: from :func:`check_ranges`.
         bandwidth: of the device.
         progress: gets lines.
         instruments: measure and decide.
@@ -187,27 +190,31 @@ def serve_shapes(
     """
     assert options.shapes is not None
     started = time.perf_counter()
-    work = _Shapes(
-        loaded=loaded, options=options, dims=dims, bandwidth=bandwidth, progress=progress, instruments=instruments,
-        original=module_call.original_call(loaded.model), kept=kept,
-    )  # fmt: skip
-    ranges = options.shapes.ranges
-    served, rows = [], []
-    for piece in find_pieces(ranges, work.capture):
-        one, row = _served(work, piece)
-        served.append(one)
-        rows.append(row)
-        (progress.found if _serving_points(row) else progress.warn)(_outcome(row))
-    fused.serve(ShapeTable(ranges, dims, served, (loaded.args, loaded.kwargs)))
+    original = module_call.original_call(loaded.model)
+    tables, rows = [], []
+    for call in calls:
+        work = _Shapes(
+            loaded=loaded, options=options, ranged=call, bandwidth=bandwidth, progress=progress, instruments=instruments,
+            original=original, kept=kept,
+        )  # fmt: skip
+        served = []
+        for piece in find_pieces(call.ranges, work.capture):
+            one, row = _served(work, piece)
+            served.append(one)
+            rows.append(row)
+            (progress.found if _serving_points(row) else progress.warn)(_outcome(row))
+        tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=not call.keeps_a_cache))
+    fused.serve(tables)
     points = sum(len(row.points) for row in rows)
     progress.note(f"decided at {points} points; graphs: {len(rows)}")
     return ShapeRanges(
-        asked=ranges, dims=tuple(dims.items()), pieces=tuple(rows), seconds=round(time.perf_counter() - started, 3)
-    )
+        asked=options.shapes.ranges, dims=tuple(one for call in calls for one in call.shown_dims), pieces=tuple(rows),
+        seconds=round(time.perf_counter() - started, 3),
+    )  # fmt: skip
 
 
 def with_shapes(
-    run: AppliedRun, loaded: LoadedWorkload, options: ApplyOptions, dims: Mapping[str, tuple[str, ...]], progress: Progress,
+    run: AppliedRun, loaded: LoadedWorkload, options: ApplyOptions, calls: Sequence[RangedCall], progress: Progress,
     clock: PhaseClock, on_report: Callable[[Report], object], instruments: Instruments = MEASURED,
 ) -> AppliedRun:  # fmt: skip
     """Let what a run has fused serve the ranges that were asked for, and add them to its report.
@@ -216,7 +223,7 @@ def with_shapes(
         run: of the example call.
         loaded: the model and that call.
         options: with ``shapes``.
-        dims: from :func:`check_ranges`.
+        calls: from :func:`check_ranges`.
         progress: gets lines.
         clock: of the phases.
         on_report: given the report.
@@ -229,7 +236,7 @@ def with_shapes(
         kept_as_it_is(loaded.model, loaded.args, loaded.kwargs),
     ):  # fmt: skip
         found = serve_shapes(
-            run.fused, loaded, options, dims, run.report.bandwidth, progress, instruments, kept_ids(run.report.rewrites)
+            run.fused, loaded, options, calls, run.report.bandwidth, progress, instruments, kept_ids(run.report.rewrites)
         )
     if any(not point.reason for piece in found.pieces for point in piece.points):
         run.fused.apply()
@@ -243,9 +250,11 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     """Decide a piece, and start it."""
     opened = piece.opened
     if opened is None:
-        return serving(piece, ()), ShapePiece(ranges=piece.box, refusal=piece.refusal)
+        return serving(piece, ()), ShapePiece(call=work.ranged.name, ranges=piece.box, refusal=piece.refusal)
     changes = change_layouts(opened, work.kept)
-    asked = work.options.shape_points
+    assert work.options.shapes is not None
+    names = [one.name for one in work.options.shapes.ranges]
+    asked = [dict(zip(names, point, strict=True)) for point in work.options.shape_points]
     points = points_of(piece.box, most=_MOST_ELEMENTS["cuda" if work.on_cuda else "cpu"], asked=asked)
     workpiece = Workpiece(piece)
     rows, found = [], []
@@ -260,6 +269,7 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
         found.append(served)
     workpiece.forget_records()
     row = ShapePiece(
+        call=work.ranged.name,
         ranges=piece.box,
         points=tuple(rows),
         kernels=tuple(kernels.values()),
@@ -300,7 +310,7 @@ def _decided(
         reason = f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
         return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
     if work.options.is_timed:
-        eager, ours = _timed(work, module, given, args, kwargs)
+        eager, ours = _timed(work, workpiece.opened, module, args, kwargs)
         row = replace(row, eager=eager, ours=ours)
         if ours.ci_low_ns > eager.ci_high_ns:
             times = f"{units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}"
@@ -317,15 +327,33 @@ def _row_of(fusion: BuiltFusion) -> ShapeFusion:
 
 
 def _timed(
-    work: _Shapes, module: torch.fx.GraphModule, given: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    work: _Shapes, opened: OpenCapture, module: torch.fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Timing, Timing]:  # fmt: skip
-    """Time the original call against the rewritten graph, launch by launch."""
+    """Time the original call against the same call through dynamo's guards and the rewritten graph, launch by launch."""
     timer = work.instruments.timer or step_timer(on_cuda=work.on_cuda)
-    with torch.no_grad():
-        calls = [lambda: work.original(*args, **kwargs), lambda: module.forward(*given)]
-        for call in itertools.chain(calls, calls):
-            call()
-        times = interleaving.interleave(calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=work.on_cuda, timer=timer)
+    route, compiled = opened.region.route, opened.live.compiled
+    assert route is not None
+    assert compiled is not None
+    objects = [(vars(owner), dict(vars(owner))) for owner in objects_in((args, dict(kwargs)))]
+
+    def put_back() -> None:
+        for attributes, before in objects:
+            attributes.clear()
+            attributes.update(before)
+
+    calls = [lambda: work.original(*args, **kwargs), lambda: compiled.call(*args, **kwargs)]
+    before, route.forward = route.forward, module.forward
+    try:
+        with torch.no_grad():
+            for call in itertools.chain(calls, calls):
+                put_back()
+                call()
+            times = interleaving.interleave(
+                calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=work.on_cuda, timer=timer, before=put_back
+            )
+    finally:
+        put_back()
+        route.forward = before
     method = "cuda_events" if work.on_cuda else timer.method
     eager, ours = (as_timing(side, method) for side in times)
     return eager, ours
@@ -337,6 +365,7 @@ def _serving_points(row: ShapePiece) -> list[ShapePoint]:
 
 def _outcome(row: ShapePiece) -> str:
     where, served = ", ".join(one.text for one in row.ranges), _serving_points(row)
+    where = f"{row.call} {where}".lstrip()
     if not served:
         return f"{where}: the original ops run. {row.refusal or row.points[0].reason}"
     gains = [point.eager.median_ns / point.ours.median_ns for point in served if point.eager and point.ours]

@@ -97,7 +97,7 @@ def apply_workload(
         KernelFaulted: a kernel faulted on a GPU; ``on_report`` has a report that names it by then.
     """
     _refuse_unready(loaded)
-    dims = None if options.shapes is None else check_ranges(loaded, options)
+    calls = None if options.shapes is None else check_ranges(loaded, options)
     instruments = instruments.with_effort(options.effort)
     progress = progress or Progress()
     clock = PhaseClock(progress)
@@ -106,14 +106,14 @@ def apply_workload(
         with on_device(loaded, "applying"):
             again = apply_again(loaded, memory, options, progress, clock, on_report, instruments=instruments, last=last)
         if again is not None:
-            return again if dims is None else with_shapes(again, loaded, options, dims, progress, clock, on_report, instruments)
+            return again if calls is None else with_shapes(again, loaded, options, calls, progress, clock, on_report, instruments)
     run = _apply(
         loaded, options, progress, clock, on_report, instruments=instruments, linear_kernels=linear_kernels, last=last,
         environment=None if memory is None else memory.environment,
     )  # fmt: skip
     if memory is not None:
         memory.keep(run)
-    return run if dims is None else with_shapes(run, loaded, options, dims, progress, clock, on_report, instruments)
+    return run if calls is None else with_shapes(run, loaded, options, calls, progress, clock, on_report, instruments)
 
 
 def _apply(

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,10 +23,12 @@ from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
 from fusion_advisor.fuse.shapes.call_sizes import resized
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Piece, find_pieces
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
 from fusion_advisor.ir.operand_names import with_names
@@ -51,22 +54,21 @@ def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) 
     ranges = saved.report.shapes
     if ranges is None:
         return
-    dims = dict(ranges.dims)
-
-    def capture(sizes: dict[str, int]) -> OpenCapture:
-        args, kwargs = resized(loaded.args, loaded.kwargs, dims, sizes)
-        return capture_open(loaded.model, args, kwargs, dims, model_id=loaded.record.model_id)
-
+    asked = ShapeRequest(ranges=ranges.asked, dims=() if any(piece.call for piece in ranges.pieces) else ranges.dims)
     with (
         current_device(torch.device(loaded.record.device)), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs),
         tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder,
     ):  # fmt: skip
-        pieces = find_pieces(ranges.asked, capture)
-        if [piece.box for piece in pieces] != [piece.ranges for piece in ranges.pieces]:
-            raise _mismatch(saved, "the model makes other pieces of the ranges")
-        work = _Restoring(loaded, saved, dims, Path(folder))
-        served = [work.piece(piece, row) for piece, row in zip(pieces, ranges.pieces, strict=True)]
-    fused.serve(ShapeTable(ranges.asked, dims, served, (loaded.args, loaded.kwargs)))
+        tables = []
+        for call in ranged_calls(loaded, asked):
+            rows = [piece for piece in ranges.pieces if piece.call == call.name]
+            work = _Restoring(loaded, saved, call, Path(folder))
+            pieces = find_pieces(call.ranges, work.capture)
+            if [piece.box for piece in pieces] != [piece.ranges for piece in rows]:
+                raise _mismatch(saved, "the model makes other pieces of the ranges")
+            served = [work.piece(piece, row) for piece, row in zip(pieces, rows, strict=True)]
+            tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=not call.keeps_a_cache))
+    fused.serve(tables)
 
 
 def _mismatch(saved: SavedPlan, detail: str) -> PlanMismatch:
@@ -74,11 +76,19 @@ def _mismatch(saved: SavedPlan, detail: str) -> PlanMismatch:
 
 
 class _Restoring:
-    """The work on one plan's pieces."""
+    """The work on the pieces of one way to call the model."""
 
-    def __init__(self, loaded: LoadedWorkload, saved: SavedPlan, dims: Mapping[str, tuple[str, ...]], folder: Path) -> None:
-        self._loaded, self._saved, self._dims, self._folder = loaded, saved, dims, folder
+    def __init__(self, loaded: LoadedWorkload, saved: SavedPlan, ranged: RangedCall, folder: Path) -> None:
+        self._loaded, self._saved, self._ranged, self._folder = loaded, saved, ranged, folder
         self._built: dict[str, BuiltKernel] = {}
+
+    def capture(self, sizes: Sizes) -> OpenCapture:
+        """Capture the call at some sizes."""
+        args, kwargs = self._call_at(sizes)
+        return capture_open(self._loaded.model, args, kwargs, self._ranged.dims, model_id=self._loaded.record.model_id)
+
+    def _call_at(self, sizes: Sizes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return resized(self._ranged.args, self._ranged.kwargs, self._ranged.dims, sizes)
 
     def piece(self, piece: Piece, row: ShapePiece) -> ServedPiece:
         """Build one piece and check it at its points."""
@@ -103,7 +113,7 @@ class _Restoring:
             served = finished(work, build(work, fusions, row.passes), sizes, with_flags=DROP_MASKS.id in row.passes)
         except (NoOneProgram, CannotLower, KernelBuildFailed, LooksAtSizes, KeyError) as error:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
-        args, kwargs = resized(self._loaded.args, self._loaded.kwargs, self._dims, sizes)
+        args, kwargs = self._call_at(sizes)
         region = at_one_size(work.opened, example_args(work.opened, args, kwargs)).regions[0]
         check = check_region(region, served.graph_at(tuple(sizes[name] for name in work.names)).forward)
         if not check.is_passed:

@@ -68,6 +68,8 @@ class ShapePiece:
     """A part of the ranges that one graph serves."""
 
     ranges: tuple[SizeRange, ...]
+    call: str = ""
+    """``prefill``, ``decode``, ``padded prefill`` or ``padded decode`` of ``generate``; empty for calls like the example's."""
     points: tuple[ShapePoint, ...] = ()
     refusal: str = ""
     """Why the original ops run in all of it."""

@@ -39,7 +39,7 @@ def copied(value: Any, change: Callable[[Any], Any]) -> Any:
         return type(value)(copied(item, change) for item in value)
     if isinstance(value, dict):
         return type(value)((key, copied(item, change)) for key, item in value.items())
-    if _is_open(value):
+    if is_object(value):
         twin = copy.copy(value)
         for attribute, item in vars(value).items():
             setattr(twin, attribute, value if item is value else copied(item, change))
@@ -47,8 +47,8 @@ def copied(value: Any, change: Callable[[Any], Any]) -> Any:
     return copy.deepcopy(value)
 
 
-def _is_open(value: Any) -> bool:
-    """Whether a value is an object to look into."""
+def is_object(value: Any) -> bool:
+    """Whether a value is an object to look into: no module, function or plain value."""
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.nn.Module)
 
 
@@ -65,7 +65,7 @@ def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, 
             yield from _walk(f"{name}.{index}", item, inside)
     elif isinstance(value, (torch.Tensor, *_PLAIN)):
         yield name, None, value
-    elif _is_open(value):
+    elif is_object(value):
         yield name, value, None
         for attribute, item in vars(value).items():
             yield from _walk(f"{name}.{attribute}", item, inside)

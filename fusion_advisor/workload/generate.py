@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,23 +58,82 @@ class Generation:
         Raises:
             NoStaticCache: generate refuses the cache, or passes the model something else.
         """
-        seen: list[dict[str, Any]] = []
-
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if len(seen) < 2 and not args:
-                seen.append(copied(kwargs, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf))
-
         refuse = {"phase": "generate", "model_id": self.model_id, "class_name": type(self.model).__name__}
         if why := why_no_cache(self.model):
             raise NoStaticCache(**refuse, detail=why)
-        hook = self.model.register_forward_pre_hook(keep, with_kwargs=True)
         try:
-            self()
-        except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise NoStaticCache(**refuse, detail=lines[0]) from error
-        finally:
-            hook.remove()
-        if len(seen) < 2 or not hasattr(seen[1].get(cache_name(self.model)), "get_seq_length"):
-            raise NoStaticCache(**refuse, detail="generate passes its forward no cache")
-        return seen[0], seen[1]
+            return _first_steps(self.model, self)
+        except CannotGenerate as error:
+            raise NoStaticCache(**refuse, detail=str(error)) from error
+
+
+class CannotGenerate(Exception):
+    """A model whose ``generate`` takes no two steps with a KV cache; the text says why."""
+
+
+def growing_steps(
+    model: nn.Module, prompt: Mapping[str, Any], *, is_padded: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Return the keyword arguments of a prefill and of the first decode step, as ``generate`` passes them with a growing cache.
+
+    From transformers 5.24 on it leaves a mask out that hides nothing.
+
+    Args:
+        model: of transformers.
+        prompt: keyword arguments of a call, whose ``input_ids``, int64 [batch, tokens], are taken.
+        is_padded: hide the first token of the first prompt.
+
+    Raises:
+        CannotGenerate: the model has no ``generate``, its call no token ids, or generate passes no cache.
+    """
+    ids = prompt.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or not hasattr(model, "generate"):
+        raise CannotGenerate("the call has no input_ids" if hasattr(model, "generate") else "the model has no `generate`")
+    if why := why_no_cache(model):
+        raise CannotGenerate(why)
+    if ids.shape[1] < 2:
+        ids = torch.cat([ids, ids], dim=1)
+    mask = torch.ones_like(ids)
+    if is_padded:
+        mask[0, 0] = 0
+    generate: Any = model.generate
+
+    def run() -> Any:
+        return generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=2,
+            min_new_tokens=2,
+            do_sample=False,
+            num_beams=1,
+            disable_compile=True,
+            pad_token_id=0,
+        )
+
+    with torch.no_grad():
+        return _first_steps(model, run)
+
+
+def _first_steps(model: nn.Module, generate: Callable[[], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what ``generate`` passes the model in its first two calls.
+
+    Raises:
+        CannotGenerate: it refuses, or passes no cache.
+    """
+    seen: list[dict[str, Any]] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(seen) < 2 and not args:
+            seen.append(copied(kwargs, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf))
+
+    hook = model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        generate()
+    except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CannotGenerate(lines[0]) from error
+    finally:
+        hook.remove()
+    if len(seen) < 2 or not hasattr(seen[1].get(cache_name(model)), "get_seq_length"):
+        raise CannotGenerate("generate passes its forward no cache")
+    return seen[0], seen[1]

@@ -21,7 +21,10 @@ from fusion_advisor.runtime.call_tensors import copied, tensors_in
 from fusion_advisor.runtime.torch_internals import dynamo, symbolic_sizes
 
 Dims = Mapping[str, tuple[str, ...]]
-"""By path of a tensor of the call (``input_ids``, ``args.0``) the name of each of its dims; an empty name is a fixed dim."""
+"""By path of a tensor of the call (``input_ids``, ``args.0``) the name of each of its dims; an empty name is a fixed dim.
+
+``cached+1`` is a dim that is one longer than the dim ``cached``: a mask over a KV cache and the token that comes to it.
+"""
 Sizes = Mapping[str, int]
 """By name of a dim its size."""
 
@@ -57,7 +60,7 @@ class OpenCapture:
 
     def symbols(self, sizes: Sizes) -> dict[Any, int]:
         """Return the size of each of dynamo's symbols."""
-        return {symbol: sizes[name] for symbol, name in self.names.items()}
+        return {symbol: dim_size(name, sizes) for symbol, name in self.names.items()}
 
     def symbols_now(self) -> dict[Any, int]:
         """Return the size of each of dynamo's symbols in the call that was traced."""
@@ -69,7 +72,7 @@ class OpenCapture:
 
     def holds_alone(self, name: str, size: int) -> bool:
         """Whether what was taken for granted of one dim alone is true of a size."""
-        own = {symbol: size for symbol, dim in self.names.items() if dim == name}
+        own = {symbol: dim_size(dim, {name: size}) for symbol, dim in self.names.items() if base_of(dim) == name}
         return _hold([one for one in self.guards if symbolic_sizes.symbols_in(one) <= set(own)], own)
 
     def holds_but_for_holes(self, sizes: Sizes) -> bool:
@@ -82,7 +85,7 @@ class OpenCapture:
         found: dict[str, Node] = {}
         for node in self.region.graph.graph.nodes:
             symbol = symbolic_sizes.symbol_of(node.meta.get("val"))
-            if symbol in self.names:
+            if symbol in self.names and base_of(self.names[symbol]) == self.names[symbol]:
                 found.setdefault(self.names[symbol], node)
         return found
 
@@ -97,6 +100,17 @@ class OpenCapture:
             assert dim is None or isinstance(dim, int)
             found[name] = inputs.index(source), dim
         return found
+
+
+def base_of(name: str) -> str:
+    """Return the dim that a name is counted from: ``cached`` for ``cached+1``."""
+    return name.partition("+")[0]
+
+
+def dim_size(name: str, sizes: Sizes) -> int:
+    """Return the size of a dim, ``cached+1`` among them."""
+    base, _, more = name.partition("+")
+    return sizes[base] + int(more or 0)
 
 
 def _hold(guards: Sequence[Any], symbols: Mapping[Any, int]) -> bool:
@@ -119,7 +133,9 @@ def sizes_of(tensors: Mapping[str, torch.Tensor], dims: Dims) -> dict[str, int] 
         if tensor is None or tensor.dim() != len(names):
             return None
         for name, size in zip(names, tensor.shape, strict=True):
-            if name and found.setdefault(name, size) != size:
+            base = base_of(name)
+            own = size - dim_size(name, {base: 0})
+            if name and found.setdefault(base, own) != own:
                 return None
     return found
 
@@ -137,7 +153,7 @@ def capture_open(
         model_id: for errors.
 
     Raises:
-        OneSizeOnly: the model fixes a size, the call is several graphs, or it writes to what it is given.
+        OneSizeOnly: the model fixes a size, the call is several graphs, it writes to what it is given, or it counts in Python.
         CannotCapture: dynamo captured nothing.
     """
     args, kwargs = copied((args, dict(kwargs)), lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
@@ -146,7 +162,7 @@ def capture_open(
     if sizes is None:
         raise OneSizeOnly("tensors of the call disagree on the size of a dim")
     for path, names in dims.items():
-        symbolic_sizes.leave_open(tensors[path], [n for n, name in enumerate(names) if name and tensors[path].shape[n] > 1])
+        symbolic_sizes.leave_open(tensors[path], [n for n, name in enumerate(names) if name and sizes[base_of(name)] > 1])
     try:
         with dynamo.without_logged_guard_errors():
             live = capture_regions(model, args, kwargs, model_id=model_id, with_lines=False)
@@ -159,8 +175,11 @@ def capture_open(
         raise OneSizeOnly(why) from error
     if not live.is_whole():
         raise OneSizeOnly(f"the call is {len(live.in_order())} graphs, and its Python between them may look at sizes")
-    if live.written.tensors or live.written.made:
+    if live.written.tensors:
         raise OneSizeOnly("the call writes to tensors that it is given")
+    counted = [name for owner, name, _ in live.written.attributes if type(vars(owner).get(name)) in (int, float)]
+    if counted:  # dynamo takes the number for a constant
+        raise OneSizeOnly(f"the call counts in Python (`{counted[0]}`), so that each call is another graph")
     return _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
 
 
@@ -214,8 +233,8 @@ def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]
             symbol = symbolic_sizes.symbol_of(size)
             if symbol is not None and names.setdefault(symbol, name) != name:
                 raise OneSizeOnly(f"the model takes {names[symbol]} and {name} for one size")
-            if symbol is None and name and sizes[name] > 1:
-                raise OneSizeOnly(f"the model fixes {name} to {sizes[name]}")
+            if isinstance(size, int) and name and sizes[base_of(name)] > 1:
+                raise OneSizeOnly(f"the model fixes {name} to {dim_size(name, sizes)}")
     for value in values:
         symbol = symbolic_sizes.symbol_of(value)
         if symbol is not None and symbol not in names:

@@ -81,8 +81,8 @@ class FusedModel:
         self._verified: dict[Any, VerifiedCall] = {}
         """By signature."""
         self._unlearnable: set[Any] = set()
-        self.shapes: ShapeTable | None = None
-        """Ranges of sizes that are served."""
+        self.shapes: tuple[ShapeTable, ...] = ()
+        """Ranges of sizes that are served: one table for each way to call the model."""
         self._objects: dict[int, Seen] = {}
         self._guard = ModuleGuard(model)
         self._original = module_call.original_call(model)
@@ -148,9 +148,12 @@ class FusedModel:
         key = signature(args, kwargs, leaves, self._objects, objects)
         verified = self._verified.get(key)
         why_not = ""
-        if verified is None and self.shapes is not None:
-            ranged = self.shapes.look_up(key, args, kwargs)
-            verified, why_not = (None, ranged) if isinstance(ranged, str) else (ranged, "")
+        for table in self.shapes if verified is None else ():
+            ranged = table.look_up(key, args, kwargs)
+            if not isinstance(ranged, str):
+                verified = ranged
+                break
+            why_not = why_not or ranged
         device = -1 if verified is None else _device_of(leaves)
         if device >= 0 and cuda_state.current_device_number() != device:
             with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
@@ -167,7 +170,8 @@ class FusedModel:
                 return self._run_compiled(call, args, kwargs)
 
             try:
-                return run() if self.graphs is None else self.graphs.run(call, leaves, run, objects)
+                graphs = self.graphs if call.may_record else None
+                return run() if graphs is None else graphs.run(call, leaves, run, objects)
             except _Refused as refused:
                 refusal = refused.reason
             except LayoutChanged as change:
@@ -233,17 +237,18 @@ class FusedModel:
 
     # ------------------------------------------------------------------ other shapes
 
-    def serve(self, table: ShapeTable) -> None:
+    def serve(self, tables: Sequence[ShapeTable]) -> None:
         """Serve ranges of sizes from now on.
 
         Args:
-            table: pieces of the ranges with their graphs.
+            tables: pieces of the ranges with their graphs, one table for each way to call the model.
         """
-        self.shapes = table
-        self._launches.include(table.modules)
-        for piece in table.pieces:
-            piece.start(self._graphed if self.graphs is not None else None, self._rewritten.other)
-            self._guard.watch(piece.code)
+        self.shapes = tuple(tables)
+        for table in tables:
+            self._launches.include(table.modules)
+            for piece in table.pieces:
+                piece.start(self._graphed if self.graphs is not None and table.may_record else None, self._rewritten.other)
+                self._guard.watch(piece.code)
 
     def _graphed(self, module: GraphModule, names: tuple[str, ...]) -> Callable[..., Any]:
         assert self.graphs is not None

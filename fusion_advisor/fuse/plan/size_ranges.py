@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import SizeRange
 
-KNOWN = ("batch", "seq", "frames", "height", "width")
+CACHED = "cached"
+"""How many tokens a KV cache holds before a decode step: the steps of ``generate`` are served where it is named."""
+KNOWN = ("batch", "seq", "frames", "height", "width", CACHED)
 """Names whose dims are found by themselves."""
 MOST_NAMES = 3
 """Each further name triples the sizes at which a chain is looked at, and doubles the pieces where 1 is among its sizes."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors
+from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, dim_size
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.plan.size_ranges import KNOWN, ShapeRequest
 from fusion_advisor.runtime.call_tensors import copied
@@ -84,7 +84,7 @@ def resized(args: Sequence[Any], kwargs: Mapping[str, Any], dims: Dims, sizes: S
             return leaf
         for dim, name in enumerate(names):
             if name:
-                size = sizes[name]
+                size = dim_size(name, sizes)
                 times = -(-size // max(leaf.shape[dim], 1))
                 leaf = leaf.repeat_interleave(1, dim=dim) if times == 1 else torch.cat([leaf] * times, dim=dim)
                 leaf = leaf.narrow(dim, 0, size)

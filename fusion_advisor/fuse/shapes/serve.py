@@ -19,7 +19,7 @@ from fusion_advisor.capture.graph.tracer import DynamoCall, Route
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
 from fusion_advisor.records import SizeRange
-from fusion_advisor.runtime.call_tensors import copied
+from fusion_advisor.runtime.call_tensors import is_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +149,10 @@ def serving(piece: Piece, points: Sequence[Served]) -> ServedPiece:
 
 _MOST_RUNNERS = 1024
 _MOST_CALLS = 4096
+_MOST_CACHES = 256
+"""Signatures of calls with a growing cache: each is of some hundred tensors."""
+_DEEPEST = 8
+"""Objects inside one another that are looked into."""
 
 
 @dataclass(slots=True, eq=False)
@@ -160,21 +164,26 @@ class VerifiedCall:
             be started over, and what it reads before a write must not lie in what is written.
         is_in_place: dynamo has handed over its graphs.
         piece: of a range of sizes that serves it; None where it was verified by itself.
+        may_record: it may run as a CUDA graph.
     """
 
     sharing: tuple[int, ...] | None = None
     is_in_place: bool = False
     piece: ServedPiece | None = None
+    may_record: bool = True
 
 
 class ShapeTable:
-    """All pieces of one fused model.
+    """All pieces of one way to call a model.
 
     Attributes:
         pieces: in the order of the report.
+        may_record: whether its calls may run as CUDA graphs: not where each makes new tensors of a cache.
     """
 
-    def __init__(self, ranges: Sequence[SizeRange], dims: Dims, pieces: Sequence[ServedPiece], example: Any) -> None:
+    def __init__(
+        self, ranges: Sequence[SizeRange], dims: Dims, pieces: Sequence[ServedPiece], example: Any, *, may_record: bool = True
+    ) -> None:
         """Remember what must be equal in each call.
 
         Args:
@@ -182,9 +191,11 @@ class ShapeTable:
             dims: names of the call's dims.
             pieces: that make up the ranges.
             example: (args, kwargs) of one call.
+            may_record: whether its calls may run as CUDA graphs.
         """
         self.ranges = tuple(ranges)
         self.pieces = tuple(pieces)
+        self.may_record = may_record
         self._dims = dims
         self._like = self._pattern(*example)
         self._known: dict[Any, VerifiedCall | str] = {}
@@ -206,10 +217,12 @@ class ShapeTable:
         """
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= _MOST_CALLS:
+            if len(self._known) >= (_MOST_CALLS if self.may_record else _MOST_CACHES):
                 self._known.clear()
             piece = self.find(args, kwargs)
-            found = self._known[key] = piece if isinstance(piece, str) else VerifiedCall(is_in_place=True, piece=piece)
+            found = self._known[key] = (
+                piece if isinstance(piece, str) else VerifiedCall(is_in_place=True, piece=piece, may_record=self.may_record)
+            )
         return found
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ServedPiece | str:
@@ -241,5 +254,14 @@ class ShapeTable:
             fixed = tuple(None if name else size for name, size in zip(names, leaf.shape, strict=False))
             return (fixed, leaf.dtype, leaf.device, leaf.is_contiguous())
 
-        positional, named = copied((tuple(args), dict(kwargs)), key)
-        return (positional, tuple(sorted(named.items())))
+        def pattern(value: Any, depth: int = 0) -> Any:
+            if depth > _DEEPEST:
+                return object()  # equal to nothing
+            if isinstance(value, list | tuple):
+                return (type(value), *(pattern(item, depth + 1) for item in value))
+            contents = value if isinstance(value, dict) else vars(value) if is_object(value) else None
+            if contents is None:
+                return key(value)
+            return (type(value), *((name, pattern(contents[name], depth + 1)) for name in sorted(contents, key=str)))
+
+        return pattern((tuple(args), dict(kwargs)))
