@@ -114,6 +114,15 @@ def form_of(number: int) -> Form:
     return number.form if isinstance(number, SizedInt) else int(number)
 
 
+def places_in(form: Form) -> set[int]:
+    """Return the places of the sizes that a form is computed from."""
+    if isinstance(form, int):
+        return set()
+    if form[0] == "size":
+        return {int(form[1])}
+    return places_in(form[1]) | places_in(form[2])
+
+
 def compiled(forms: Sequence[Form]) -> Callable[[Sequence[int]], tuple[int, ...]]:
     """Return a function of sizes that computes forms, in order.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fusion_advisor.ir.program import Part, Program, Store, Value, layout_key
-from fusion_advisor.ir.sized_int import Form, compiled, form_of
+from fusion_advisor.ir.sized_int import Form, compiled, form_of, places_in
 
 Leaves = Sequence[int]
 """The value of each size of the graph that forms refer to."""
@@ -33,6 +33,11 @@ class SizedProgram:
 
     example: Program
     forms: tuple[Form, ...]
+
+    @property
+    def places(self) -> set[int]:
+        """Places of the sizes that its integer arguments are computed from."""
+        return set().union(*map(places_in, self.forms))
 
     def at(self, leaves: Leaves) -> Program:
         """Return the program at other sizes.

@@ -89,8 +89,8 @@ def ranged_calls(loaded: LoadedWorkload, request: ShapeRequest) -> list[RangedCa
         dims = {path: _known(names, _usual(path, tensor, rows)) for path, tensor in call_tensors((), kwargs).items()}
         open_dims = {path: dim_names for path, dim_names in dims.items() if any(dim_names)}
         ranges = tuple(one for one in request.ranges if any(one.name in dim_names for dim_names in open_dims.values()))
-        if name.startswith(PADDED):  # one prompt, or prompts of one token, are of one length
-            ranges = tuple(replace(one, least=max(2, one.least)) for one in ranges)
+        if name.startswith(PADDED):  # a prompt of one token has no room for padding
+            ranges = tuple(one if one.name == "batch" else replace(one, least=max(2, one.least)) for one in ranges)
         if ranges and all(one.least <= one.most for one in ranges):
             found.append(RangedCall(name=name, kwargs=kwargs, dims=open_dims, ranges=ranges))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.op_records import describe, tensor_metas
-from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes
+from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed
 from fusion_advisor.fuse.decide.session import BuiltFusion
@@ -55,8 +55,8 @@ class Workpiece:
         ops, self.index_of = describe(self.opened.region, symbols=self.opened.symbols(self.opened.sizes))
         self.ops: Sequence[OpNode] = ops
         self._nodes = {index: node for node, index in self.index_of.items()}
-        self.places = tuple(self.index_of[places[name]] for name in self.names)
-        """Op indices of the graph inputs that the sizes come in."""
+        self.places = {name: self.index_of[places[name]] for name in self.names}
+        """By name the op index of the graph input that the size comes in."""
         ranges = {one.name: (one.least, one.most) for one in piece.box if one.name in self.names}
         self._points = [tuple(point.values()) for point in points_for(ranges)]
         self._leaves: dict[Any, int] = {}
@@ -118,6 +118,20 @@ class Workpiece:
             found.append((value.dtype, tuple(map(symbolic_sizes.expression_of, sizes))))
         return tuple(found)
 
+    def names_in(self, program: SizedProgram, lowered: Lowered) -> tuple[str, ...]:
+        """Return the open dims that a site's launch depends on: a norm of the new token's row is the same for any KV cache."""
+        leaves = list(self._leaves)
+        symbols = set().union(*(symbolic_sizes.symbols_in(leaves[place]) for place in program.places))
+        for _, sizes in self.layout_of((*lowered.given, *lowered.outputs)):
+            symbols.update(*map(symbolic_sizes.symbols_in, sizes))
+        used = {base_of(self.opened.names[symbol]) for symbol in symbols}
+        return tuple(name for name in self.names if name in used)
+
+    def point(self, names: Sequence[str], sizes: Point) -> Point:
+        """Return a point of the piece with some sizes as given; the others do not matter."""
+        given = dict(zip(names, sizes, strict=True))
+        return tuple(given.get(name, size) for name, size in zip(self.names, self.first_point, strict=True))
+
     def program(self, members: Sequence[int], outputs: Sequence[int], *, model: Program) -> SizedProgram:
         """Return a chain's program as a function of the sizes.
 
@@ -163,13 +177,14 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
     calls: dict[Any, Callable[..., Any]] = {}
     sites = []
     for site, lowered in zip(fusion.planned.chain.sites, fusion.planned.sites, strict=True):
-        key = work.layout_of((*lowered.given, *lowered.outputs))
+        key, names = work.layout_of((*lowered.given, *lowered.outputs)), work.names_in(program, lowered)
         if key not in calls:
-            bind = functools.partial(_bound, work, kernel.name, built, program, lowered)
-            calls[key] = sized_call(kernel.name, len(work.names), bind)
+            bind = functools.partial(_bound, work, names, kernel.name, built, program, lowered)
+            calls[key] = sized_call(kernel.name, len(names), bind)
+        places = tuple(work.places[name] for name in names)
         sites.append(
             SiteRewrite(
-                fusion_id=fusion.planned.id, members=site.op_indices, inputs=(*work.places, *lowered.given),
+                fusion_id=fusion.planned.id, members=site.op_indices, inputs=(*places, *lowered.given),
                 outputs=lowered.outputs, call=calls[key],
             )
         )  # fmt: skip
@@ -177,13 +192,14 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
 
 
 def _bound(
-    work: Workpiece, name: str, kernel: BuiltKernel, program: SizedProgram, lowered: Lowered, point: Point
+    work: Workpiece, names: Sequence[str], name: str, kernel: BuiltKernel, program: SizedProgram, lowered: Lowered, sizes: Point
 ) -> Callable[..., Any]:
+    point = work.point(names, sizes)
     try:
         launch = kernel.bind(program.at(work.leaves(point)))
     except (NoOneProgram, KernelBuildFailed) as error:
-        sizes = ", ".join(f"{dim}={size}" for dim, size in zip(work.names, point, strict=True))
-        raise LayoutChanged(f"{name} at {sizes}: {error}") from error
+        where = ", ".join(f"{dim}={size}" for dim, size in zip(names, sizes, strict=True))
+        raise LayoutChanged(f"{name} at {where}: {error}") from error
     return fused_call(name, launch, work.metas(lowered.given, point), work.metas(lowered.outputs, point))
 
 
