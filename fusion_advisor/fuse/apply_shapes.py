@@ -33,7 +33,7 @@ from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.shapes.call_sizes import resized
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
-from fusion_advisor.fuse.shapes.pieces import Box, Piece, find_pieces
+from fusion_advisor.fuse.shapes.pieces import Box, Piece
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
@@ -89,7 +89,7 @@ def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> list[RangedCa
     if loaded.record.device == "cpu":
         original = module_call.original_call(loaded.model)
         for call in calls:
-            for one in call.ranges:
+            for one in () if call.refusal else call.ranges:
                 _try_end(loaded, original, call, one)
     return calls
 
@@ -198,7 +198,7 @@ def serve_shapes(
             original=original, kept=kept,
         )  # fmt: skip
         served = []
-        for piece in find_pieces(call.ranges, work.capture):
+        for piece in call.pieces(work.capture):
             one, row = _served(work, piece)
             served.append(one)
             rows.append(row)

@@ -27,7 +27,7 @@ from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
 from fusion_advisor.fuse.shapes.call_sizes import resized
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
-from fusion_advisor.fuse.shapes.pieces import Piece, find_pieces
+from fusion_advisor.fuse.shapes.pieces import Piece
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
@@ -63,7 +63,7 @@ def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) 
         for call in ranged_calls(loaded, asked):
             rows = [piece for piece in ranges.pieces if piece.call == call.name]
             work = _Restoring(loaded, saved, call, Path(folder))
-            pieces = find_pieces(call.ranges, work.capture)
+            pieces = call.pieces(work.capture)
             if [piece.box for piece in pieces] != [piece.ranges for piece in rows]:
                 raise _mismatch(saved, "the model makes other pieces of the ranges")
             served = [work.piece(piece, row) for piece, row in zip(pieces, rows, strict=True)]

@@ -20,6 +20,11 @@ def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((found, item) for found, _, item in _walk(name, value, ()) if isinstance(item, torch.Tensor))
 
 
+def numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield (name, number) for every Python number in a value: ``cache.layers.0.cumulative_length``."""
+    yield from ((found, item) for found, _, item in _walk(name, value, ()) if type(item) in (int, float))
+
+
 def objects_in(value: Any) -> Iterator[Any]:
     """Yield every object in a value whose attributes are part of the call, the outer ones first."""
     seen: dict[int, Any] = {}

@@ -62,19 +62,18 @@ class Generation:
         if why := why_no_cache(self.model):
             raise NoStaticCache(**refuse, detail=why)
         try:
-            return _first_steps(self.model, self)
+            prefill, decode = _first_steps(self.model, self, 2)
         except CannotGenerate as error:
             raise NoStaticCache(**refuse, detail=str(error)) from error
+        return prefill, decode
 
 
 class CannotGenerate(Exception):
     """A model whose ``generate`` takes no two steps with a KV cache; the text says why."""
 
 
-def growing_steps(
-    model: nn.Module, prompt: Mapping[str, Any], *, is_padded: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Return the keyword arguments of a prefill and of the first decode step, as ``generate`` passes them with a growing cache.
+def growing_steps(model: nn.Module, prompt: Mapping[str, Any], *, is_padded: bool) -> list[dict[str, Any]]:
+    """Return the keyword arguments of a prefill and of two decode steps, as ``generate`` passes them with a growing cache.
 
     From transformers 5.24 on it leaves a mask out that hides nothing.
 
@@ -102,8 +101,8 @@ def growing_steps(
         return generate(
             ids,
             attention_mask=mask,
-            max_new_tokens=2,
-            min_new_tokens=2,
+            max_new_tokens=3,
+            min_new_tokens=3,
             do_sample=False,
             num_beams=1,
             disable_compile=True,
@@ -111,11 +110,11 @@ def growing_steps(
         )
 
     with torch.no_grad():
-        return _first_steps(model, run)
+        return _first_steps(model, run, 3)
 
 
-def _first_steps(model: nn.Module, generate: Callable[[], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what ``generate`` passes the model in its first two calls.
+def _first_steps(model: nn.Module, generate: Callable[[], Any], count: int) -> list[dict[str, Any]]:
+    """Return what ``generate`` passes the model in its first calls.
 
     Raises:
         CannotGenerate: it refuses, or passes no cache.
@@ -123,7 +122,7 @@ def _first_steps(model: nn.Module, generate: Callable[[], Any]) -> tuple[dict[st
     seen: list[dict[str, Any]] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(seen) < 2 and not args:
+        if len(seen) < count and not args:
             seen.append(copied(kwargs, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf))
 
     hook = model.register_forward_pre_hook(keep, with_kwargs=True)
@@ -134,6 +133,6 @@ def _first_steps(model: nn.Module, generate: Callable[[], Any]) -> tuple[dict[st
         raise CannotGenerate(lines[0]) from error
     finally:
         hook.remove()
-    if len(seen) < 2 or not hasattr(seen[1].get(cache_name(model)), "get_seq_length"):
+    if len(seen) < count or not hasattr(seen[1].get(cache_name(model)), "get_seq_length"):
         raise CannotGenerate("generate passes its forward no cache")
-    return seen[0], seen[1]
+    return seen

@@ -153,7 +153,7 @@ def capture_open(
         model_id: for errors.
 
     Raises:
-        OneSizeOnly: the model fixes a size, the call is several graphs, it writes to what it is given, or it counts in Python.
+        OneSizeOnly: the model fixes a size, the call is several graphs, or it writes to what it is given.
         CannotCapture: dynamo captured nothing.
     """
     args, kwargs = copied((args, dict(kwargs)), lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
@@ -177,9 +177,6 @@ def capture_open(
         raise OneSizeOnly(f"the call is {len(live.in_order())} graphs, and its Python between them may look at sizes")
     if live.written.tensors:
         raise OneSizeOnly("the call writes to tensors that it is given")
-    counted = [name for owner, name, _ in live.written.attributes if type(vars(owner).get(name)) in (int, float)]
-    if counted:  # dynamo takes the number for a constant
-        raise OneSizeOnly(f"the call counts in Python (`{counted[0]}`), so that each call is another graph")
     return _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _PANEL = "Input"
 _HELP = "write --shapes 'batch=1..16,seq=1..4096'"
 _REFUSED = {
-    "decode": "a decode step holds a cache of fixed size, whose dims no name stands for",
-    "generate": "its steps hold a cache of fixed size, whose dims no name stands for",
+    "decode": "that step holds a cache of fixed size; `cached=1..4096` in --shapes serves one that grows",
+    "generate": "its steps hold a cache of fixed size; `cached=1..4096` in --shapes serves one that grows",
     "train": "a training step holds labels and a backward pass, and fused kernels compute no gradients",
 }
 """Phases whose calls cannot be resized, with the reason."""
@@ -25,7 +25,7 @@ ShapesOpt = Annotated[
     typer.Option(
         "--shapes",
         metavar="RANGES",
-        help="Serve ranges of sizes too: batch=1..16,seq=1..4096. Dims: batch, seq, frames, height, width.",
+        help="Serve ranges of sizes too: batch=1..16,seq=1..4096. Dims: batch, seq, cached, frames, height, width.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fusion_advisor.capture.sizes.open_capture import Dims, call_tensors
+from fusion_advisor.capture.sizes.open_capture import Dims, base_of, call_tensors
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.plan.size_ranges import CACHED, ShapeRequest
 from fusion_advisor.fuse.shapes.call_sizes import dims_of
+from fusion_advisor.fuse.shapes.pieces import Capture, Piece, find_pieces
 from fusion_advisor.records import SizeRange
+from fusion_advisor.runtime.call_tensors import numbers_in
 from fusion_advisor.workload.generate import CannotGenerate, growing_steps
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.static_cache import cache_name
@@ -32,6 +34,7 @@ class RangedCall:
         kwargs: of the same.
         dims: names of its tensors' dims.
         ranges: of these names.
+        refusal: why no size of it can be served.
     """
 
     name: str = ""
@@ -39,6 +42,15 @@ class RangedCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dims: Dims
     ranges: tuple[SizeRange, ...]
+    refusal: str = ""
+
+    def pieces(self, capture: Capture) -> list[Piece]:
+        """Split its ranges into what one graph serves each.
+
+        Args:
+            capture: at some sizes.
+        """
+        return [Piece(box=self.ranges, refusal=self.refusal)] if self.refusal else find_pieces(self.ranges, capture)
 
     @property
     def keeps_a_cache(self) -> bool:
@@ -67,66 +79,62 @@ def ranged_calls(loaded: LoadedWorkload, request: ShapeRequest) -> list[RangedCa
         return [RangedCall(args=loaded.args, kwargs=loaded.kwargs, dims=dims, ranges=request.ranges)]
     if request.dims:
         raise UsageError(
-            detail="the dims of generate's calls are found by themselves", help=f"name {CACHED} in text ranges alone"
+            detail=f"the dims of generate's calls are found by themselves; {CACHED} goes with ranges as a text",
+            help="write shapes='batch=1..16,seq=1..512,cached=1..512'",
         )
     try:
-        steps = growing_steps(loaded.model, loaded.kwargs, is_padded=False)
-        padded = growing_steps(loaded.model, loaded.kwargs, is_padded=True)
-        _require_growing(loaded, steps[1])
+        if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
+            raise CannotGenerate("the model is an encoder-decoder")
+        found: list[RangedCall] = []
+        for prefix, is_padded in (("", False), (PADDED, True)):
+            prefill, decode, later = growing_steps(loaded.model, loaded.kwargs, is_padded=is_padded)
+            if all(call.kwargs.keys() != prefill.keys() for call in found):  # else its mask is passed with any prompts
+                found += _steps(request.ranges, prefix, prefill, decode, _why_not(cache_name(loaded.model), decode, later))
     except CannotGenerate as error:
         raise UsageError(
             detail=f"`{CACHED}` is the number of tokens in the KV cache of `generate`, and {error}",
             help=f"leave {CACHED} out of --shapes",
         ) from error
-    names = [one.name for one in request.ranges]
-    found: list[RangedCall] = []
-    for name, kwargs, rows in (
-        (PREFILL, steps[0], "seq"), (DECODE, steps[1], CACHED),
-        (PADDED + PREFILL, padded[0], "seq"), (PADDED + DECODE, padded[1], CACHED),
-    ):  # fmt: skip
-        if any(call.kwargs.keys() == kwargs.keys() and call.name.endswith(name.removeprefix(PADDED)) for call in found):
-            continue  # its mask is passed with any prompts
-        dims = {path: _known(names, _usual(path, tensor, rows)) for path, tensor in call_tensors((), kwargs).items()}
-        open_dims = {path: dim_names for path, dim_names in dims.items() if any(dim_names)}
-        ranges = tuple(one for one in request.ranges if any(one.name in dim_names for dim_names in open_dims.values()))
-        if name.startswith(PADDED):  # a prompt of one token has no room for padding
-            ranges = tuple(one if one.name == "batch" else replace(one, least=max(2, one.least)) for one in ranges)
-        if ranges and all(one.least <= one.most for one in ranges):
-            found.append(RangedCall(name=name, kwargs=kwargs, dims=open_dims, ranges=ranges))
     return found
 
 
-def _usual(path: str, tensor: torch.Tensor, rows: str) -> tuple[str, ...]:
-    """Return the names of a tensor's dims in a step of ``generate``.
-
-    Args:
-        path: of the tensor.
-        tensor: of the call.
-        rows: ``seq`` in the prefill, ``cached`` in a decode step.
-    """
-    if ".layers." in path:
-        return ("batch", "", CACHED, "") if tensor.dim() == 4 else ("",) * tensor.dim()
-    if tensor.dim() != 2:
-        return ("",) * tensor.dim()
-    if rows == "seq":
-        return ("batch", "seq")
-    return ("batch", f"{CACHED}+1" if path.startswith("attention_mask") else "")
+def _steps(
+    ranges: Sequence[SizeRange], prefix: str, prefill: Mapping[str, Any], decode: Mapping[str, Any], why_not: str
+) -> Iterator[RangedCall]:
+    for name, kwargs, usual, refusal in ((PREFILL, prefill, _in_prefill, ""), (DECODE, decode, _in_decode, why_not)):
+        tensors = call_tensors((), kwargs)
+        asked = {one.name for one in ranges}
+        dims = {path: _known(asked, usual(path, tensor)) for path, tensor in tensors.items()}
+        own = [one for one in ranges if any(base_of(dim) == one.name for names in dims.values() for dim in names)]
+        if prefix:  # a prompt of one token has no room for padding
+            own = [one if one.name == "batch" else replace(one, least=max(2, one.least)) for one in own]
+        if own and all(one.least <= one.most for one in own):
+            open_dims = {path: names for path, names in dims.items() if any(names)}
+            yield RangedCall(name=prefix + name, kwargs=kwargs, dims=open_dims, ranges=tuple(own), refusal=refusal)
 
 
-def _known(names: list[str], dims: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name if name.partition("+")[0] in names else "" for name in dims)
+def _in_prefill(path: str, tensor: torch.Tensor) -> tuple[str, ...]:
+    return ("batch", "seq") if tensor.dim() == 2 and ".layers." not in path else ("",) * tensor.dim()
 
 
-def _require_growing(loaded: LoadedWorkload, decode: Mapping[str, Any]) -> None:
-    """Look at a cache: every tensor in it must hold one row for each token.
+def _in_decode(path: str, tensor: torch.Tensor) -> tuple[str, ...]:
+    if tensor.dim() == 4 and path.endswith((".keys", ".values")):
+        return ("batch", "", CACHED, "")
+    if tensor.dim() == 2 and path.startswith("attention_mask"):
+        return ("batch", f"{CACHED}+1")
+    return ("batch", *[""] * (tensor.dim() - 1)) if tensor.dim() >= 2 else ("",) * tensor.dim()
 
-    Raises:
-        CannotGenerate: it holds something else.
-    """
-    if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
-        raise CannotGenerate("the model is an encoder-decoder")
-    name = cache_name(loaded.model)
-    tokens = int(decode[name].get_seq_length())
-    for path, tensor in call_tensors((), {name: decode[name]}).items():
-        if tensor.dim() != 4 or tensor.shape[2] != tokens:
-            raise CannotGenerate(f"its cache holds `{path}` of shape {list(tensor.shape)} after {tokens} tokens")
+
+def _why_not(cache: str, decode: Mapping[str, Any], later: Mapping[str, Any]) -> str:
+    """Say why a decode step is another graph at each token; empty where one graph serves it."""
+    now, then = (dict(numbers_in(cache, step[cache])) for step in (decode, later))
+    counted = [name for name, number in now.items() if then.get(name) != number]
+    if counted:  # dynamo takes it for a constant
+        return f"the cache counts in Python (`{counted[0]}`), so that each token is another graph"
+    before, after = (call_tensors((), {cache: step[cache]}) for step in (decode, later))
+    grown = [path for path, tensor in before.items() if path in after and after[path].shape != tensor.shape]
+    return "" if grown else "its cache does not grow"
+
+
+def _known(asked: Collection[str], dims: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name if base_of(name) in asked else "" for name in dims)

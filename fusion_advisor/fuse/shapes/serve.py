@@ -257,6 +257,8 @@ class ShapeTable:
         def pattern(value: Any, depth: int = 0) -> Any:
             if depth > _DEEPEST:
                 return object()  # equal to nothing
+            if isinstance(value, torch.Tensor):
+                return key(value)
             if isinstance(value, list | tuple):
                 return (type(value), *(pattern(item, depth + 1) for item in value))
             contents = value if isinstance(value, dict) else vars(value) if is_object(value) else None

@@ -39,7 +39,7 @@ from fusion_advisor.report.html.highlight import MAX_LINES, CodePanel, panel, st
 from fusion_advisor.report.html.icicle import icicle, layer_chart
 from fusion_advisor.report.html.launch_gaps import bin_names, gap_rows, histogram
 from fusion_advisor.report.html.roofline import roofline
-from fusion_advisor.report.html.speed_chart import speed_chart
+from fusion_advisor.report.html.speed_chart import speed_charts
 from fusion_advisor.report.html.waterfall import waterfall
 from fusion_advisor.report.shapes.view import sizes_view
 
@@ -146,7 +146,7 @@ def _charts(report: Report) -> dict[str, object]:
         "gap_chart": histogram(gaps),
         "gap_bins": bin_names(),
         "roof": roofline(report),
-        "speed_chart": speed_chart(report.shapes) if report.shapes else None,
+        "speed_charts": speed_charts(report.shapes) if report.shapes else (),
     }
 
 

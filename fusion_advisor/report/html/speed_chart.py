@@ -16,7 +16,7 @@ from fusion_advisor.report.escape import shortened, visible
 from fusion_advisor.report.html.charts import COLOURS, LABEL_SIZE, TICK_SIZE, WIDTH
 from fusion_advisor.report.html.text_width import text_width
 from fusion_advisor.report.shapes import sentences
-from fusion_advisor.report.shapes.rows import PointRow, point_rows
+from fusion_advisor.report.shapes.rows import CallRows, PointRow, call_rows
 from fusion_advisor.timing.paired import Comparison
 
 _LEFT, _RIGHT, _TOP, _BASE = 72, 24, 30, 270
@@ -70,13 +70,17 @@ class SpeedChart:
     y_ticks: tuple[tuple[float, str], ...]
     axis: str
     """What the horizontal axis counts."""
+    call: str = ""
+    """The step of ``generate``; empty for calls like the example's."""
 
 
-def speed_chart(shapes: ShapeRanges) -> SpeedChart | None:
-    """Draw the timed points; None where none was timed."""
-    points = [
-        (row, row.compared) for row in point_rows(shapes) if row.compared and row.elements > 0 and _is_drawable(row.compared)
-    ]
+def speed_charts(shapes: ShapeRanges) -> tuple[SpeedChart, ...]:
+    """Draw the timed points, one chart for each way to call the model with a timed point."""
+    return tuple(chart for chart in map(_speed_chart, call_rows(shapes)) if chart is not None)
+
+
+def _speed_chart(call: CallRows) -> SpeedChart | None:
+    points = [(row, row.compared) for row in call.points if row.compared and row.elements > 0 and _is_drawable(row.compared)]
     if not points:
         return None
     ratios = [found.ratio for _, found in points]
@@ -105,7 +109,8 @@ def speed_chart(shapes: ShapeRanges) -> SpeedChart | None:
         crossings=tuple(_crossing(one.elements, at_x(one.elements)) for one in crossings),
         x_ticks=_x_ticks(first, last, at_x),
         y_ticks=tuple((at_y(ratio), units.speedup(ratio)) for ratio in _ratios(low, high) if ratio != 1.0),
-        axis=shortened(visible(sentences.volume_word(shapes)), 60),
+        axis=shortened(visible(call.volume), 60),
+        call=visible(call.call),
     )
 
 

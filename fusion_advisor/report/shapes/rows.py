@@ -77,6 +77,21 @@ class PieceRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallRows:
+    """The points of one way to call the model.
+
+    Attributes:
+        call: ``prefill``, ``decode``, … of ``generate``; empty for the example's.
+        volume: ``batch × seq``: what the product of the sizes is.
+        points: with the numbers that they have among all points.
+    """
+
+    call: str
+    volume: str
+    points: tuple[PointRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """What became of a rewrite at a point.
 
@@ -112,7 +127,17 @@ def point_rows(shapes: ShapeRanges) -> tuple[PointRow, ...]:
     """Return all points in the order of their pieces."""
     found: list[PointRow] = []
     for at, piece in enumerate(shapes.pieces):
-        found += [_point_row(point, len(found) + 1 + more, at + 1) for more, point in enumerate(piece.points)]
+        found += [_point_row(point, piece.call, len(found) + 1 + more, at + 1) for more, point in enumerate(piece.points)]
+    return tuple(found)
+
+
+def call_rows(shapes: ShapeRanges) -> tuple[CallRows, ...]:
+    """Return all points by the way in which the model is called: their sizes are products of other dims."""
+    found, rows = [], point_rows(shapes)
+    for call in dict.fromkeys(piece.call for piece in shapes.pieces):
+        pieces = [at + 1 for at, piece in enumerate(shapes.pieces) if piece.call == call]
+        volume = " × ".join(one.name for one in shapes.pieces[pieces[0] - 1].ranges)
+        found.append(CallRows(call=call, volume=volume, points=tuple(row for row in rows if row.piece in pieces)))
     return tuple(found)
 
 
@@ -124,7 +149,7 @@ def piece_rows(shapes: ShapeRanges) -> tuple[PieceRow, ...]:
         rows.append(
             PieceRow(
                 number=at + 1,
-                sizes=range_words(piece.ranges),
+                sizes=_of_call(piece.call, range_words(piece.ranges)),
                 count=size_count(piece.ranges),
                 points=tuple(point.number for point in own),
                 refusal=piece.refusal,
@@ -182,14 +207,18 @@ def is_served(piece: ShapePiece) -> bool:
     return not piece.refusal and any(not point.reason for point in piece.points)
 
 
-def _point_row(point: ShapePoint, number: int, piece: int) -> PointRow:
+def _of_call(call: str, sizes: str) -> str:
+    return f"{call}: {sizes}" if call else sizes
+
+
+def _point_row(point: ShapePoint, call: str, number: int, piece: int) -> PointRow:
     found = compared(point)
     outcome, mark, tone = _outcome(point, found)
     errors = (point.rel_l2, point.eager_rel_l2)
     return PointRow(
         number=number,
         piece=piece,
-        sizes=size_words(point.sizes),
+        sizes=_of_call(call, size_words(point.sizes)),
         elements=math.prod(size for _, size in point.sizes),
         eager=units.duration(point.eager.median_ns) if point.eager else "–",
         ours=units.duration(point.ours.median_ns) if point.ours else "–",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fusion_advisor import units
 from fusion_advisor.records import ShapeRanges
-from fusion_advisor.report.shapes.rows import PointRow, is_served, piece_rows, point_rows, range_words, size_count
+from fusion_advisor.report.shapes.rows import PointRow, call_rows, is_served, piece_rows, point_rows, range_words, size_count
 from fusion_advisor.timing.host_timer import CPU_TIME
 
 OUTSIDE = (
@@ -66,7 +66,8 @@ def left_to_original_ops(shapes: ShapeRanges) -> tuple[str, ...]:
 
 def share_line(shapes: ShapeRanges) -> str:
     """Return how many of the sizes lie in pieces with rewrites."""
-    asked, served = size_count(shapes.asked), [piece for piece in shapes.pieces if is_served(piece)]
+    served = [piece for piece in shapes.pieces if is_served(piece)]
+    asked = sum(size_count(piece.ranges) for piece in shapes.pieces)
     inside = sum(size_count(piece.ranges) for piece in served)
     part = f"All {_sizes(asked)}" if inside == asked else f"{units.number(inside)} of {_sizes(asked)}"
     return f"{part} lie in {_count(len(served), 'piece')} with rewrites, one graph each." if served else ""
@@ -94,11 +95,6 @@ def clock_line(shapes: ShapeRanges) -> str:
     return f"Medians of interleaved calls ({clock}); 95% intervals in brackets."
 
 
-def volume_word(shapes: ShapeRanges) -> str:
-    """``batch × seq``: what the product of the sizes is."""
-    return " × ".join(one.name for one in shapes.asked)
-
-
 def crossovers(points: Sequence[PointRow]) -> tuple[Crossover, ...]:
     """Return where the speed-up passes 1 from one side clearly to the other, in the order of the product of the sizes.
 
@@ -124,9 +120,15 @@ def crossovers(points: Sequence[PointRow]) -> tuple[Crossover, ...]:
 
 def crossover_line(shapes: ShapeRanges) -> str:
     """Return where the gain begins or ends; empty where the points show no such place."""
-    found = crossovers(point_rows(shapes))
-    words = [f"{'faster' if one.is_faster_above else 'slower'} than eager from about {rounded(one.elements)} on" for one in found]
-    return f"By {volume_word(shapes)}, the rewrites are {', '.join(words)} (between timed points)." if words else ""
+    lines = []
+    for call in call_rows(shapes):
+        words = [
+            f"{'faster' if one.is_faster_above else 'slower'} than eager from about {rounded(one.elements)} on"
+            for one in crossovers(call.points)
+        ]
+        place = f"In {call.call}, by" if call.call else "By"
+        lines += [f"{place} {call.volume}, the rewrites are {', '.join(words)} (between timed points)."] if words else []
+    return " ".join(lines)
 
 
 def rounded(value: float) -> str:

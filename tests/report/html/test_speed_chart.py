@@ -11,9 +11,9 @@ import pytest
 from fusion_advisor.records import ShapePiece, ShapeRanges
 from fusion_advisor.report.html import charts
 from fusion_advisor.report.html.page import render_html
-from fusion_advisor.report.html.speed_chart import SpeedChart, speed_chart
+from fusion_advisor.report.html.speed_chart import SpeedChart, speed_charts
 from fusion_advisor.report.html.text_width import text_width
-from tests.report.fixtures import hostile_shapes, point, ranges, shapes, sized
+from tests.report.fixtures import generated_shapes, hostile_shapes, point, ranges, shapes, sized
 
 
 def many(count: int, seed: int) -> ShapeRanges:
@@ -28,8 +28,7 @@ def many(count: int, seed: int) -> ShapeRanges:
 
 
 def drawn(made: ShapeRanges) -> SpeedChart:
-    chart = speed_chart(made)
-    assert chart is not None
+    (chart,) = speed_charts(made)
     return chart
 
 
@@ -67,9 +66,20 @@ def test_faster_is_above_the_line_and_larger_is_further_right() -> None:
 
 def test_no_chart_where_nothing_was_timed() -> None:
     untimed = tuple(replace(piece, points=tuple(replace(one, eager=None) for one in piece.points)) for piece in shapes().pieces)
-    assert speed_chart(replace(shapes(), pieces=untimed)) is None
+    assert speed_charts(replace(shapes(), pieces=untimed)) == ()
     page = render_html(replace(sized(), shapes=replace(shapes(), pieces=untimed)))
     assert 'id="c-sizes-t"' not in page and "checked at 4 of 6 points, not timed" in page
+
+
+def test_each_step_of_generate_has_a_chart_over_its_own_sizes() -> None:
+    prefill, decode = speed_charts(generated_shapes())
+    assert (prefill.call, prefill.axis) == ("prefill", "batch × seq")
+    assert (decode.call, decode.axis) == ("decode", "batch × cached")
+    assert [dot.label for dot in prefill.dots] == ["1", "2"] and [dot.label for dot in decode.dots] == ["3", "4"]
+    page = render_html(replace(sized(), shapes=generated_shapes()))
+    assert 'id="c-sizes-t"' in page and 'id="c-sizes2-t"' in page
+    assert "decode: batch 8, cached 512" in page
+    assert "In decode, by batch × cached, the rewrites are slower than eager from about" in page
 
 
 def test_the_page_says_what_a_run_without_ranges_serves() -> None:

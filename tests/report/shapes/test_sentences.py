@@ -10,12 +10,20 @@ import pytest
 from fusion_advisor.records import ShapePiece, ShapePoint, ShapeRanges
 from fusion_advisor.report.shapes import sentences
 from fusion_advisor.report.shapes.rows import point_rows
-from tests.report.fixtures import point, shapes
+from tests.report.fixtures import generated_shapes, point, shapes
 
 
 def with_points(*points: ShapePoint) -> ShapeRanges:
     base = shapes()
     return replace(base, pieces=(ShapePiece(ranges=base.asked, points=points),))
+
+
+def test_sizes_of_generate_are_counted_step_by_step() -> None:
+    made = generated_shapes()
+    assert sentences.share_line(made) == "All 8,192 sizes lie in 2 pieces with rewrites, one graph each."
+    (line,) = sentences.left_to_original_ops(made)
+    assert line.startswith("Near decode: batch 8, cached 512, in decode: batch 1..8, cached 1..512: the original ops run.")
+    assert "prefill input_ids (batch, seq)" in sentences.dims_line(made)
 
 
 def test_the_summary_counts_what_is_served() -> None:
