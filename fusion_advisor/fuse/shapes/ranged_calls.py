@@ -15,6 +15,7 @@ from fusion_advisor.fuse.shapes.call_sizes import dims_of
 from fusion_advisor.fuse.shapes.pieces import Capture, Piece, find_pieces
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import numbers_in
+from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.generate import CannotGenerate, growing_steps
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.static_cache import cache_name
@@ -82,6 +83,7 @@ def ranged_calls(loaded: LoadedWorkload, request: ShapeRequest) -> list[RangedCa
             detail=f"the dims of generate's calls are found by themselves; {CACHED} goes with ranges as a text",
             help="write shapes='batch=1..16,seq=1..512,cached=1..512'",
         )
+    in_place = module_call.set_compiled_call(loaded.model, None)  # a fused call would count these as calls that it refused
     try:
         if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
             raise CannotGenerate("the model is an encoder-decoder")
@@ -95,6 +97,8 @@ def ranged_calls(loaded: LoadedWorkload, request: ShapeRequest) -> list[RangedCa
             detail=f"`{CACHED}` is the number of tokens in the KV cache of `generate`, and {error}",
             help=f"leave {CACHED} out of --shapes",
         ) from error
+    finally:
+        module_call.set_compiled_call(loaded.model, in_place)
     return found
 
 
