@@ -148,7 +148,7 @@ def _installed(
         variant = restored.variant(saved)
         fused = FusedModel(
             loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, plan=restored.plan,
-            graphs=None if recorder is None else Graphs(recorder, outputs=options.graph_outputs),
+            graphs=None if recorder is None else Graphs(recorder, limit=options.graphs, outputs=options.graph_outputs),
             on_first_use=MOST_SHAPES if options.dynamic == "on_first_use" else 0, live=restored.live,
         )  # fmt: skip
     if old.warm_up is not None:

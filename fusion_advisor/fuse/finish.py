@@ -145,9 +145,11 @@ def _installed(job: Job, kept: KeptStep) -> Installed:
     )  # fmt: skip
     recorder = job.last.graph_recorder(bench) if options.graph and options.wants(CUDA_GRAPH.id) else None
     no_graph = why_no_graph(bench.live.breaks, bench.live.runs_of_regions())
+    graphs = None
+    if recorder is not None and no_graph is None:
+        graphs = Graphs(recorder, limit=options.graphs, outputs=options.graph_outputs)
     fused = FusedModel(
-        job.loaded.model, bench.live.regions, variant.modules, job.loaded.args, job.loaded.kwargs, plan=plan,
-        graphs=None if recorder is None or no_graph is not None else Graphs(recorder, outputs=options.graph_outputs),
+        job.loaded.model, bench.live.regions, variant.modules, job.loaded.args, job.loaded.kwargs, plan=plan, graphs=graphs,
         on_first_use=MOST_SHAPES if options.dynamic == "on_first_use" else 0, live=bench.live,
     )  # fmt: skip
     return Installed(job=job, kept=kept, variant=variant, fused=fused, report=measured, tries_graph=recorder is not None)

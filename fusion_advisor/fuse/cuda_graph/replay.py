@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor import units
 from fusion_advisor.errors import HalfWritten
 from fusion_advisor.fuse.cuda_graph.capturable import host_work, place_of, saved_inputs, writes_of
 from fusion_advisor.fuse.cuda_graph.recording import (
@@ -45,8 +46,8 @@ from fusion_advisor.runtime.fallback_warning import warn_caller
 from fusion_advisor.runtime.torch_internals import tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
 
-MOST_RECORDINGS = 8
-"""Recordings kept per model; the one that was replayed longest ago goes first."""
+MOST_RECORDINGS = 32
+"""Recordings kept per model; the one that was replayed longest ago goes first. They share the memory of what lies in between."""
 _MOST_MOVES = 3
 """A step whose inputs' addresses changed this often in a row is not recorded again: recording costs more than it saves."""
 _UNDO_BYTES = 64 << 10
@@ -113,6 +114,12 @@ class Graphs:
     def recordings(self) -> tuple[Recording, ...]:
         """The recordings, the one replayed longest ago first."""
         return tuple(self._recordings.values())
+
+    @property
+    def summary(self) -> str:
+        """How many are recorded, how many may be, and what memory they hold."""
+        held = units.size(self.pool_bytes())
+        return f"{len(self._recordings)} of at most {self._limit} CUDA graphs are recorded and hold {held}."
 
     def pool_bytes(self) -> int:
         """Device memory that the graphs hold, static inputs included."""
@@ -198,8 +205,9 @@ class Graphs:
                 recording = region.record(self._recorder, args, call.leaves, call.objects, outputs=self.outputs)
                 recording.launches = total(region.tallies) - before
             except CannotRecord as error:
-                region.refusal = str(error)
-                self._say(region.refusal)
+                if not self._make_room(error):
+                    region.refusal = str(error)
+                    self._say(region.refusal)
             finally:
                 self.launches -= total(region.tallies) - before
             if recording is None:
@@ -219,6 +227,16 @@ class Graphs:
             call.fresh = recording.hand_out(args, self.outputs)
         call.launched = None
         return recording.give(args, call.fresh)
+
+    def _make_room(self, error: CannotRecord) -> bool:
+        """Drop half of the recordings for good where memory ran out; False where it did not, or where there is none to drop."""
+        if "out of memory" not in str(error) or not self._recordings:
+            return False
+        self._limit = len(self._recordings) // 2 + 1  # one is recorded next
+        while len(self._recordings) >= self._limit:
+            self._recordings.popitem(last=False)
+        self._say(f"no memory for another one; {self._limit} are kept from now on")
+        return True
 
     def other(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a graph that is never recorded, which first takes back what was launched ahead in its place."""
@@ -283,7 +301,7 @@ class GraphedRegion:
         inputs = sort_inputs(args, leaves, self._written)
         self._require_one_device(inputs.values)
         slots_of_copies = [copy.slot for copy in inputs.copies]
-        after_graph = left_out(self.module, slots_of_copies) if outputs == "clone" else {}
+        after_graph = left_out(self.module, slots_of_copies, inputs.values) if outputs == "clone" else {}
         runner = _Watched(self.module, _stand_ins(after_graph))
         undo = self._undo(inputs.values)
 

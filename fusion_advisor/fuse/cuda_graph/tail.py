@@ -7,6 +7,7 @@ weight, needs no copy where the product runs after the graph, launched like any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import is_in_autocast, module_path, storages, written_storages
+from fusion_advisor.capture.sizes.size_nodes import mapped
 from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy
 from fusion_advisor.fuse.rewrite.odd_width_gemm import OddRows
 from fusion_advisor.records.op_facts import PRODUCTS
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
 LEAST_BYTES = 4 << 20
 """A copy of fewer takes under 2 µs on an H200, hardly longer than the smallest kernel, and a product that is launched by itself
@@ -57,23 +60,25 @@ def contiguous(memory: torch.Tensor) -> torch.Tensor:
     return memory.clone(memory_format=torch.contiguous_format)
 
 
-def left_out(module: GraphModule, copied: Sequence[int]) -> dict[int, LeftOut]:
+def left_out(module: GraphModule, copied: Sequence[int], given: Sequence[Any] = ()) -> dict[int, LeftOut]:
     """Return the results, by place, that are made or copied after the graph.
 
     Args:
         module: the region.
         copied: places of the inputs that are copied into static tensors: a product of one of those stays inside.
+        given: the inputs that it is recorded for; a region with open sizes needs them.
     """
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     results = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
     theirs = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = {node: slot for slot, node in enumerate(placeholders) if slot not in copied}
+    numbers = _numbers(module, dict(zip(placeholders, given, strict=False)))
+    inputs = {node: slot for slot, node in enumerate(placeholders) if slot not in copied and node not in numbers}
     found = {}
     for place, result in enumerate(results):
         if not isinstance(result, Node) or len(result.users) > 1 or results.count(result) > 1:
             continue
-        made = _last_copy(module, result, theirs) or _last_product(module, result, theirs, inputs)
+        made = _last_copy(module, result, theirs) or _last_product(module, result, theirs, inputs, numbers)
         if made is not None:
             found[place] = made
     return found
@@ -90,41 +95,77 @@ def _last_copy(module: GraphModule, result: Node, theirs: set[int]) -> LeftOut |
     return LeftOut(make=result.target if isinstance(result.target, PlainCopy) else contiguous, stand_ins={result: source})
 
 
-def _last_product(module: GraphModule, result: Node, theirs: set[int], inputs: Mapping[Node, int]) -> LeftOut | None:
+def _numbers(module: GraphModule, given: Mapping[Node, Any]) -> dict[Node, int]:
+    """Return what a region's open sizes are in the call that is recorded: a recording is of one exact shape."""
+    symbols: dict[Any, int] = {}
+    for node, value in given.items():
+        known = node.meta.get("val")
+        pairs = zip(known.shape, value.shape, strict=True) if isinstance(known, torch.Tensor) else [(known, value)]
+        for size, number in pairs:
+            symbol = symbolic_sizes.symbol_of(size)
+            if symbol is not None:
+                symbols[symbol] = int(number)
+    sizes = {node: symbolic_sizes.expression_of(node.meta.get("val")) for node in module.graph.nodes}
+    open_sizes = {node: size for node, size in sizes.items() if symbolic_sizes.is_size(node.meta.get("val"))}
+    return {
+        node: symbolic_sizes.at_sizes(size, symbols)
+        for node, size in open_sizes.items()
+        if symbolic_sizes.symbols_in(size) <= symbols.keys()
+    }
+
+
+def _last_product(
+    module: GraphModule, result: Node, theirs: set[int], inputs: Mapping[Node, int], numbers: Mapping[Node, int]
+) -> LeftOut | None:
     """A large product of a value of the region's own and of inputs, none of them written to later, and views of it."""
     views: list[Node] = []
     product = result
-    while _is_view(product):
+    while _is_view(product, numbers):
         views.append(product)
-        (product,) = product.all_input_nodes
+        (product,) = _tensors_of(product, numbers)
         if len(product.users) > 1:
             return None
     if product.target not in _PRODUCTS and not isinstance(product.target, OddRows):
         return None
-    own = [source for source in product.all_input_nodes if source not in inputs]
-    if product.meta["val"].nbytes < LEAST_BYTES or len(own) != 1 or own[0].op != "call_function":
+    operands = _tensors_of(product, numbers)
+    own = [source for source in operands if source not in inputs]
+    if _bytes_of(product, numbers) < LEAST_BYTES or len(own) != 1 or own[0].op != "call_function":
         return None
     (hidden,) = own
-    read = {key for source in product.all_input_nodes for key in storages(source)}
+    read = {key for source in operands for key in storages(source)}
     if theirs.intersection(storages(hidden)) or read & _written_behind(module.graph, product):
         return None
     if is_in_autocast(product):
         return None
-    operands = [hidden, *(source for source in product.all_input_nodes if source is not hidden)]
+    operands = [hidden, *(source for source in operands if source is not hidden)]
     left = [product, *reversed(views)]
-    stand_ins = {product: hidden, **{view: view.all_input_nodes[0] for view in left[1:]}}
-    make = _function(operands, left)
+    stand_ins = {product: hidden, **{view: _tensors_of(view, numbers)[0] for view in left[1:]}}
+    make = _function(operands, left, numbers)
     return LeftOut(
         make=make, stand_ins=stand_ins, slots=tuple(inputs[source] for source in operands[1:]),
         name=module_path(product) or product.name,
     )  # fmt: skip
 
 
-def _is_view(node: Node) -> bool:
+def _tensors_of(node: Node, numbers: Mapping[Node, int]) -> list[Node]:
+    """Return the inputs of an op but for sizes."""
+    return [source for source in node.all_input_nodes if source not in numbers]
+
+
+def _bytes_of(node: Node, numbers: Mapping[Node, int]) -> int:
+    """Return how many bytes an op's result has in the call that is recorded."""
+    value = node.meta["val"]
+    symbols = {symbolic_sizes.symbol_of(size.meta["val"]): number for size, number in numbers.items()}
+    count = math.prod(symbolic_sizes.at_sizes(symbolic_sizes.expression_of(size), symbols) for size in value.shape)
+    return int(count) * int(value.element_size())
+
+
+def _is_view(node: Node, numbers: Mapping[Node, int]) -> bool:
     """Whether an op of ATen's gives nothing but its one tensor in other sizes."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or len(node.all_input_nodes) != 1:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return False
-    return isinstance(node.meta.get("val"), torch.Tensor) and storages(node) == storages(node.all_input_nodes[0])
+    sources = _tensors_of(node, numbers)
+    return len(sources) == 1 and isinstance(node.meta.get("val"), torch.Tensor) and storages(node) == storages(sources[0])
 
 
 def _written_behind(graph: Graph, node: Node) -> set[int]:
@@ -133,12 +174,17 @@ def _written_behind(graph: Graph, node: Node) -> set[int]:
     return {key for other in later[later.index(node) + 1 :] for key in written_storages(other)}
 
 
-def _function(operands: Sequence[Node], ops: Sequence[Node]) -> Callable[..., Any]:
+def _function(operands: Sequence[Node], ops: Sequence[Node], numbers: Mapping[Node, int]) -> Callable[..., Any]:
     """Return ops as a function of the values of ``operands``; the last one's value is returned."""
     graph = Graph()
     copies = {node: graph.placeholder(node.name) for node in operands}
+
+    def known(value: Any) -> Any:
+        return numbers.get(value, copies.get(value)) if isinstance(value, Node) else value
+
     for node in ops:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copy = graph.create_node(node.op, node.target, mapped(node.args, known), mapped(node.kwargs, known), node.name)
+        copies[node] = copy
     graph.output(copies[ops[-1]])
     forward: Callable[..., Any] = GraphModule(torch.nn.Module(), graph).forward
     return forward

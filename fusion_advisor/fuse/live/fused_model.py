@@ -123,6 +123,7 @@ class FusedModel:
         if show is None:
             return None
         lines = ["What was kept is in place." if self.is_applied else "Nothing is in place: the model runs its own ops."]
+        lines += [] if self.graphs is None or not self.graphs.recordings else [self.graphs.summary]
         lines += [f"{count} of its calls ran the original ops: {reason}." for reason, count in self.fallbacks.items()]
         shown: str = show(*lines)
         return shown

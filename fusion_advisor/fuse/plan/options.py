@@ -154,6 +154,8 @@ class ApplyOptions(ProfileOptions):
         graph: Whether a CUDA graph around the step is tried; it stays where it saves wall time.
         graph_outputs: ``clone`` copies results out of the graph's memory, or computes them after it (large logits); ``static``
             hands out that memory, which the next call overwrites.
+        graphs: The most CUDA graphs that are kept at once, one for each exact shape that comes again; the one that was replayed
+            longest ago goes first. Where memory runs out there are fewer.
         keep: ``paying``: a rewrite stays if it measurably pays. ``verified``: it stays if its numbers pass, whatever its time; no
             timing decides anything, and a step that is slower than eager is not reverted. For tests of numbers, not for speed.
         dynamic: ``off``: a call of an unseen shape runs the original ops. ``on_first_use``: it does once, and the kept kernels
@@ -179,6 +181,7 @@ class ApplyOptions(ProfileOptions):
     freeze: bool = False
     graph: bool = True
     graph_outputs: Literal["clone", "static"] = "clone"
+    graphs: int = 32
     dynamic: Literal["off", "on_first_use"] = "off"
     shapes: ShapeRequest | None = None
     shape_points: tuple[tuple[int, ...], ...] = ()
@@ -192,6 +195,8 @@ class ApplyOptions(ProfileOptions):
         for option, value in (("--rtol", self.rtol), ("--atol", self.atol)):
             if value is not None and not 0 <= value < math.inf:
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
+        if self.graphs < 1:
+            raise UsageError(detail=f"graphs={self.graphs} keeps no CUDA graph", help="graph=False tries none")
         if not 0.5 < self.confidence < 1:
             raise UsageError(
                 detail=f"--confidence must be above 0.5 and below 1, not `{self.confidence:g}`", help="0.95 is usual"

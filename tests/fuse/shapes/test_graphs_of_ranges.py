@@ -1,0 +1,180 @@
+"""CUDA graphs of exact shapes in a range, on a recorder without a GPU: each shape its own, recorded at its second use."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.codegen.cpp.backend import find_compiler
+from fusion_advisor.fuse.apply_shapes import check_ranges, serve_shapes
+from fusion_advisor.fuse.cuda_graph import tail
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.plan.size_ranges import read_shapes
+from fusion_advisor.runtime.environment import measure_bandwidth
+from fusion_advisor.timing.interleaving import CannotRecord
+from fusion_advisor.workload.load import describe_live
+from tests.fuse.cuda_graph.fake_graph import FakeRecorder
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="kernels of a CPU need a C++ compiler: apt-get install g++")
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x) * 1.5, approximate="tanh")) + x
+
+
+class Logits(Mlp):
+    """Ends in a product, which is computed after the graph straight into the caller's memory."""
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x) * 1.5, approximate="tanh")).unflatten(0, (-1, 1))
+
+
+def ranged(maker=Mlp, limit=4, shapes="batch=2..64"):
+    """A model that serves ranges of its batch, its graphs and the recorder; its example is 5 rows."""
+    torch.compiler.reset()
+    model, recorder = maker().eval(), FakeRecorder()
+    args = (torch.randn(5, 32),)
+    live = capture_regions(model, args, {})
+    graphs = Graphs(recorder, limit=limit)
+    fused = FusedModel(model, live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, {}, graphs=graphs)
+    loaded = describe_live(model, args)
+    options = ApplyOptions(shapes=read_shapes(shapes), keep="verified", compile=False)
+    calls = check_ranges(loaded, options)
+    serve_shapes(fused, loaded, options, calls, measure_bandwidth(torch.device("cpu")), Progress())
+    return fused.apply(), recorder
+
+
+@pytest.fixture
+def served():
+    with torch.no_grad():
+        yield ranged()
+
+
+def is_right(fused, rows):
+    x = torch.randn(rows, 32)
+    found, expected = fused(x), fused._original(x)
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_each_exact_shape_is_recorded_at_its_second_use_and_replayed_after_it(served):
+    fused, recorder = served
+    for use in range(4):
+        for count, rows in enumerate((2, 17, 64), start=1):
+            assert is_right(fused, rows)
+            assert recorder.recorded == (count if use == 1 else 3 if use > 1 else 0)
+    assert recorder.replayed == 3 * 3
+    assert fused.fallbacks == {} and fused.graphs.refusals == {}
+    assert fused.graphs.summary.startswith("3 of at most 4 CUDA graphs are recorded and hold 1.06 MB")
+
+
+def test_a_product_at_the_end_is_computed_after_the_graph_at_every_size(monkeypatch):
+    monkeypatch.setattr(tail, "LEAST_BYTES", 40 * 32 * 4)
+    with torch.no_grad():
+        fused, recorder = ranged(Logits)
+        for _ in range(3):
+            assert is_right(fused, 7) and is_right(fused, 40)
+        assert recorder.recorded == 2
+        names = [memory.name for recording in fused.graphs.recordings for memory in recording.memories]
+        assert names == ["", "down"]  # the first is small, and copied
+        results = [fused(torch.randn(7, 32)) for _ in range(2)]
+        assert results[0].data_ptr() != results[1].data_ptr()
+
+
+def test_the_shape_that_was_replayed_longest_ago_goes_first(served):
+    fused, recorder = served
+    for rows in (2, 3, 4, 7, 8):  # the fifth takes the place of the first
+        for _ in range(2):
+            assert is_right(fused, rows)
+    assert len(fused.graphs.recordings) == 4 and recorder.recorded == 5
+    assert is_right(fused, 8) and is_right(fused, 3)
+    assert recorder.recorded == 5
+    assert is_right(fused, 2)
+    assert recorder.recorded == 6
+    assert fused.fallbacks == {}
+
+
+def test_a_weight_that_moves_is_recorded_again_at_every_shape(served):
+    fused, recorder = served
+    for rows in (3, 9):
+        assert all(is_right(fused, rows) for _ in range(3))
+    before = recorder.recorded
+    fused.model.up.weight.data = torch.randn(64, 32)
+    for rows in (3, 9):
+        assert all(is_right(fused, rows) for _ in range(3))
+    assert recorder.recorded == before + 2
+    assert fused.fallbacks == {}
+
+
+@pytest.mark.parametrize("part", ["rows", "strides", "dtype", "grad", "train"])
+def test_no_graph_of_another_call_answers(served, part):
+    fused, recorder = served
+    for _ in range(3):
+        assert is_right(fused, 6)
+    replayed = recorder.replayed
+    x = {"rows": torch.randn(65, 32), "strides": torch.randn(32, 6).T, "dtype": torch.randn(6, 32).double()}.get(part)
+    x = torch.randn(6, 32) if x is None else x
+    if part == "dtype":
+        with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="dtype"):
+            fused(x)
+    elif part == "grad":
+        with torch.enable_grad(), pytest.warns(UserWarning, match="gradients"):
+            assert fused(x).requires_grad
+    else:
+        fused.model.train(part == "train")
+        with pytest.warns(UserWarning, match="original ops"):
+            assert torch.equal(fused(x), fused._original(x))
+        fused.model.eval()
+    assert recorder.replayed == replayed
+    assert is_right(fused, 6)
+
+
+def test_where_memory_runs_out_fewer_graphs_are_kept_and_that_is_said(served):
+    fused, recorder = served
+    for rows in (2, 3, 4, 7):
+        for _ in range(2):
+            assert is_right(fused, rows)
+    recorder.fails = CannotRecord("CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert is_right(fused, 11)
+    with pytest.warns(UserWarning, match="no memory for another one; 3 are kept from now on"):
+        assert is_right(fused, 11)
+    assert len(fused.graphs.recordings) == 2
+    recorder.fails = None
+    assert is_right(fused, 11)
+    assert len(fused.graphs.recordings) == 3
+    assert is_right(fused, 2)
+    assert len(fused.graphs.recordings) == 3
+    assert fused.fallbacks == {}
+
+
+def test_an_error_that_is_not_of_memory_is_not_tried_again(served):
+    fused, recorder = served
+    recorder.fails = CannotRecord("operation not permitted when stream is capturing")
+    assert is_right(fused, 11)
+    with pytest.warns(UserWarning, match="not permitted"):
+        assert is_right(fused, 11)
+    recorder.fails = None
+    assert is_right(fused, 11) and recorder.recorded == 0
+    assert is_right(fused, 12) and is_right(fused, 12)
+    assert recorder.recorded == 1
+
+
+def test_a_model_without_weights_of_its_own_shares_no_graph_with_its_copy(served):
+    fused, _ = served
+    other = copy.deepcopy(fused.model)
+    for _ in range(3):
+        assert is_right(fused, 6)
+    x = torch.randn(6, 32)
+    assert torch.allclose(other(x), fused(x), rtol=1e-5, atol=1e-5)
