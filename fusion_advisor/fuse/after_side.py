@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, ours_compiled, peers
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.installed import Installed, Job, Measured
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
-from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, WarmUp
+from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, Timing, WarmUp
+from fusion_advisor.timing.wall_timer import as_timing
 
 _LEAST_LIMIT_S = 20.0
+_OVERHEAD_CALLS = 50
 _QUICK_S = 1.0
 """For each way to run the step, with ``--quick``."""
 
@@ -30,6 +36,7 @@ def measure_after(installed: Installed, check: ModelCheck) -> Measured:
             after_step = step_profile.trace_fused(
                 job.bench, installed.variant, installed.fused_call, trace_to, traced_steps=job.options.steps
             )
+            overhead = call_overhead(installed.fused_call, job.bench.live.regions, job.bench.live.written.rewind)
     decision = installed.kept.decision
     device = decision.after if decision.method == "cuda_graph" else None
     after = step_profile.step_profile("fused", after_step.launches, device=device)
@@ -61,8 +68,58 @@ def measure_after(installed: Installed, check: ModelCheck) -> Measured:
     if warm_up is not None:
         rows = tuple(replace(row, first_call_s=round(warm_up.seconds, 3)) if row.name == OURS else row for row in rows)
     return Measured(
-        check=check, after_step=after_step, baselines=rows, warm_up=warm_up, warnings=warnings, answer_s=answer_s
+        check=check, after_step=after_step, baselines=rows, warm_up=warm_up, warnings=warnings, answer_s=answer_s,
+        overhead=overhead,
     )  # fmt: skip
+
+
+def call_overhead(call: Callable[[], Any], regions: Sequence[Region], rewind: Callable[[], object]) -> Timing | None:
+    """Time a fused call whose graphs return at once what they returned before: what is left is Python around them.
+
+    Args:
+        call: the fused model on its example, launch by launch.
+        regions: of its capture.
+        rewind: puts back what a call moves on.
+
+    Returns:
+        Nanoseconds of the host per call; None where dynamo did not use what it had compiled for the capture.
+    """
+    routes = [region.route for region in regions if region.route is not None]
+    if len(routes) < len(regions):
+        return None
+    times, before = [], [route.forward for route in routes]
+    try:
+        with torch.no_grad():
+            call()  # a route's first call puts its graph in
+            before = [route.forward for route in routes]
+            found = [_Answer(route.forward) for route in routes]
+            for route, answer in zip(routes, found, strict=True):
+                route.forward = answer
+            for number in range(_OVERHEAD_CALLS + 1):
+                rewind()
+                started = time.perf_counter_ns()
+                call()
+                if number:  # the first one computes the answers
+                    times.append(time.perf_counter_ns() - started)
+    finally:
+        for route, forward in zip(routes, before, strict=True):
+            route.forward = forward
+        rewind()
+    return as_timing(times, "wall") if all(answer.is_known for answer in found) else None
+
+
+class _Answer:
+    """Stands for a graph and returns each time what it returned the first time."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._result: Any = None
+        self.is_known = False
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.is_known:
+            self._result, self.is_known = self._forward(*args), True
+        return self._result
 
 
 def _warm_up(installed: Installed) -> tuple[WarmUp | None, tuple[str, ...]]:

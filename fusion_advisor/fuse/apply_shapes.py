@@ -7,7 +7,6 @@ the piece's own graph. Calls near a point run what stays there.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from fusion_advisor.fuse.shapes.pieces import Box, Piece
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
+from fusion_advisor.fuse.shapes.time_calls import time_calls
 from fusion_advisor.records import (
     Bandwidth,
     RenderedKernel,
@@ -48,11 +48,7 @@ from fusion_advisor.records import (
     SizeRange,
     Timing,
 )
-from fusion_advisor.runtime.call_tensors import objects_in
 from fusion_advisor.runtime.torch_internals import module_call
-from fusion_advisor.timing import interleaving
-from fusion_advisor.timing.host_timer import step_timer
-from fusion_advisor.timing.wall_timer import as_timing
 from fusion_advisor.workload.architecture import max_positions
 from fusion_advisor.workload.device import current_device, is_out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
@@ -61,7 +57,6 @@ _MOST_ELEMENTS = {"cpu": 2048, "cuda": 16384}
 """Of the product of the open sizes at the largest point: 16 requests of 1,024 tokens, or one of 16,384."""
 _APART = 8
 """Points whose products differ by less are one: what pays at one pays at the other."""
-_ROUNDS = 20
 _BUDGET_S = 2.0
 
 
@@ -235,9 +230,13 @@ def with_shapes(
         clock.phase("shapes"), current_device(torch.device(loaded.record.device)),
         kept_as_it_is(loaded.model, loaded.args, loaded.kwargs),
     ):  # fmt: skip
+        is_exact_plan = run.fused.is_applied
         found = serve_shapes(
             run.fused, loaded, options, calls, run.report.bandwidth, progress, instruments, kept_ids(run.report.rewrites)
         )
+        pair = _exact_and_general(run.fused, loaded, instruments) if options.is_timed and is_exact_plan else None
+        if pair is not None:
+            found = replace(found, exact=pair[0], general=pair[1])
     if any(not point.reason for piece in found.pieces for point in piece.points):
         run.fused.apply()
     report = replace(run.report, shapes=found, durations_s=tuple(clock.durations_s))
@@ -328,35 +327,35 @@ def _row_of(fusion: BuiltFusion) -> ShapeFusion:
 
 def _timed(
     work: _Shapes, opened: OpenCapture, module: torch.fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Timing, Timing]:  # fmt: skip
-    """Time the original call against the same call through dynamo's guards and the rewritten graph, launch by launch."""
-    timer = work.instruments.timer or step_timer(on_cuda=work.on_cuda)
+) -> list[Timing]:
+    """Time the original call against the same call through dynamo's guards and the rewritten graph."""
     route, compiled = opened.region.route, opened.live.compiled
     assert route is not None
     assert compiled is not None
-    objects = [(vars(owner), dict(vars(owner))) for owner in objects_in((args, dict(kwargs)))]
-
-    def put_back() -> None:
-        for attributes, before in objects:
-            attributes.clear()
-            attributes.update(before)
-
-    calls = [lambda: work.original(*args, **kwargs), lambda: compiled.call(*args, **kwargs)]
     before, route.forward = route.forward, module.forward
     try:
-        with torch.no_grad():
-            for call in itertools.chain(calls, calls):
-                put_back()
-                call()
-            times = interleaving.interleave(
-                calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=work.on_cuda, timer=timer, before=put_back
-            )
+        return time_calls([work.original, compiled.call], args, kwargs, work.instruments, on_cuda=work.on_cuda)
     finally:
-        put_back()
         route.forward = before
-    method = "cuda_events" if work.on_cuda else timer.method
-    eager, ours = (as_timing(side, method) for side in times)
-    return eager, ours
+
+
+def _exact_and_general(fused: FusedModel, loaded: LoadedWorkload, instruments: Instruments) -> tuple[Timing, Timing] | None:
+    """Time the example call through the plan of exactly its sizes, and through what serves its sizes in a range."""
+    piece = next((found for found in (table.find(loaded.args, loaded.kwargs) for table in fused.shapes) if found), "")
+    if isinstance(piece, str) or not fused.is_applied:
+        return None
+    graphs = fused.graphs
+    was_on = graphs is not None and graphs.is_on
+    try:
+        if graphs is not None:
+            graphs.is_on = False
+        ways = [fused.exact_call, piece.call]
+        on_cuda = loaded.record.device.startswith("cuda")
+        exact, general = time_calls(ways, loaded.args, loaded.kwargs, instruments, on_cuda=on_cuda)
+    finally:
+        if graphs is not None:
+            graphs.is_on = was_on
+    return exact, general
 
 
 def _serving_points(row: ShapePiece) -> list[ShapePoint]:

@@ -244,6 +244,7 @@ def concluded(installed: Installed, measured: Measured) -> AppliedRun:
         after=after,
         baselines=without_doubles(measured.baselines),
         warm_up=measured.warm_up,
+        call_overhead=measured.overhead,
         answer_s=measured.answer_s,
         fusions=tuple(with_receipt(fusion, installed.variant, measured.after_step, runs) for fusion in report.fusions),
         model_check=measured.check,

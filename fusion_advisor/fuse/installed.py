@@ -18,7 +18,7 @@ from fusion_advisor.fuse.live.restore_plan import measure_warm_up
 from fusion_advisor.fuse.passes.registry import kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.records import Baseline, Capture, GraphRewrite, ModelCheck, Report, WarmUp
+from fusion_advisor.records import Baseline, Capture, GraphRewrite, ModelCheck, Report, Timing, WarmUp
 from fusion_advisor.workload.load import LoadedWorkload
 
 
@@ -117,3 +117,5 @@ class Measured:
     warnings: tuple[str, ...]
     answer_s: float | None
     """Until ours was timed against eager."""
+    overhead: Timing | None = None
+    """Of the host, of a fused call without its graphs."""

@@ -58,6 +58,8 @@ class Report:
     """The same step run in other ways, where that was measured; shown also where they are the faster ones."""
     warm_up: WarmUp | None = None
     """Of a plan that was kept."""
+    call_overhead: Timing | None = None
+    """Host time of a fused call whose graphs return at once: its signature, dynamo's guards, the checks of the model."""
     launch_cost_ns: int = 0
     """The captured step less the sum of its kernels, per launch: time that a launch adds to its kernel in this run; at
     most what the smallest kernel takes with its launch."""

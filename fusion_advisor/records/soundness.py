@@ -198,6 +198,8 @@ def _shapes(shapes: ShapeRanges) -> None:
     names = [one.name for one in shapes.asked]
     if not names or not math.isfinite(shapes.seconds):
         raise Unsound("shapes: no dim varies, or the time that it took is no number")
+    _timing(shapes.exact, "shapes.exact")
+    _timing(shapes.general, "shapes.general")
     for number, piece in enumerate(shapes.pieces):
         place = f"shapes.pieces[{number}]"
         _ranges(piece.ranges, f"{place}.ranges")

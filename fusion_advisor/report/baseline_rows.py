@@ -191,6 +191,14 @@ def warm_up_line(report: Report) -> str:
     )
 
 
+def overhead_line(report: Report) -> str:
+    """What a fused call costs besides its graphs; empty where it was not measured."""
+    if report.call_overhead is None or report.after is None:
+        return ""
+    spent = units.duration(report.call_overhead.median_ns)
+    return f"Overhead: a fused call spends {spent} in Python around its graph (signature, dynamo's guards, checks of the model)."
+
+
 def prediction_error(report: Report) -> tuple[float, int] | None:
     """The median of |predicted − measured| / measured over the kept rewrites that have both figures, and how many they are.
 
@@ -248,7 +256,8 @@ def predicted_ns(row: Fusion | GraphRewrite) -> int | None:
 
 def run_lines(report: Report) -> list[str]:
     """Prediction, warm-up, and what is lost against a faster way: the sentences that there are."""
-    return [line for line in (prediction_line(report), warm_up_line(report), cost_line(report)) if line]
+    lines = (prediction_line(report), warm_up_line(report), overhead_line(report), cost_line(report))
+    return [line for line in lines if line]
 
 
 def step_label(timing: Timing | None) -> str:

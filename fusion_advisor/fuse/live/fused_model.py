@@ -134,6 +134,11 @@ class FusedModel:
         """Run the model."""
         return self.model(*args, **kwargs)
 
+    @property
+    def exact_call(self) -> Callable[..., Any]:
+        """The call through dynamo's guards to the graphs of exactly the verified sizes; nothing else is compared."""
+        return self._compiled
+
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten graphs if this call was verified, the original ops if not.
 

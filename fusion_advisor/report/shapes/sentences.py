@@ -11,6 +11,7 @@ from fusion_advisor import units
 from fusion_advisor.records import ShapeRanges
 from fusion_advisor.report.shapes.rows import PointRow, call_rows, is_served, piece_rows, point_rows, range_words, size_count
 from fusion_advisor.timing.host_timer import CPU_TIME
+from fusion_advisor.timing.paired import compare_rounds
 
 OUTSIDE = (
     "A call outside these ranges, or one that differs from the example in anything but the named sizes, runs the original ops. "
@@ -82,6 +83,19 @@ def dims_line(shapes: ShapeRanges) -> str:
 def cost_line(shapes: ShapeRanges) -> str:
     """Return what it took."""
     return f"Tracing, deciding and building took {units.seconds(shapes.seconds)}." if shapes.seconds else ""
+
+
+def general_line(shapes: ShapeRanges) -> str:
+    """Return what serving ranges costs at the example's sizes; empty where it was not timed."""
+    if shapes.exact is None or shapes.general is None or not shapes.exact.times_ns or not shapes.general.times_ns:
+        return ""
+    found = compare_rounds(shapes.general.times_ns, shapes.exact.times_ns)
+    general, exact = units.duration(shapes.general.median_ns), units.duration(shapes.exact.median_ns)
+    spread = units.speedup_interval(found.ratio_low, found.ratio_high)
+    return (
+        f"At the example's sizes the plan of the range takes {general} and the plan of exactly these sizes {exact}: "
+        f"{units.speedup(found.ratio)} as long {spread}. Calls of these sizes run the latter."
+    )
 
 
 def clock_line(shapes: ShapeRanges) -> str:

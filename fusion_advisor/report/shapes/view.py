@@ -18,6 +18,7 @@ class SizesView:
     dims: str
     cost: str
     clock: str
+    general: str
     crossover: str
     original: tuple[str, ...]
     outside: str
@@ -36,6 +37,7 @@ def sizes_view(shapes: ShapeRanges) -> SizesView:
         dims=sentences.dims_line(shapes),
         cost=sentences.cost_line(shapes),
         clock=sentences.clock_line(shapes),
+        general=sentences.general_line(shapes),
         crossover=sentences.crossover_line(shapes),
         original=sentences.left_to_original_ops(shapes),
         outside=sentences.OUTSIDE,

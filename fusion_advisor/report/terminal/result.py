@@ -75,6 +75,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         shared_rows.launch_line(report),
         baseline_rows.prediction_line(report),
         baseline_rows.warm_up_line(report),
+        baseline_rows.overhead_line(report),
     )
     lines += [text_line(text, console, "dim") for text in details if text]
     lines += [*_numerics(report, console), *_warnings(report, console), Text("")]

@@ -18,6 +18,14 @@ def with_points(*points: ShapePoint) -> ShapeRanges:
     return replace(base, pieces=(ShapePiece(ranges=base.asked, points=points),))
 
 
+def test_what_a_range_costs_at_the_examples_sizes_is_said() -> None:
+    assert sentences.general_line(shapes()) == ""
+    pair = point(2, 2, 1_000_000, 1_100_000)
+    line = sentences.general_line(replace(shapes(), exact=pair.eager, general=pair.ours))
+    assert "the plan of the range takes 1.10 ms and the plan of exactly these sizes 1.00 ms: 1.10× as long" in line
+    assert sentences.general_line(replace(shapes(), exact=pair.eager)) == ""
+
+
 def test_sizes_of_generate_are_counted_step_by_step() -> None:
     made = generated_shapes()
     assert sentences.share_line(made) == "All 8,192 sizes lie in 2 pieces with rewrites, one graph each."

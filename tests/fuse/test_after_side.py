@@ -1,0 +1,54 @@
+"""What a fused call costs besides its graphs is timed without them, and leaves the call as it was."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.fuse.after_side import call_overhead
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.live.fused_model import FusedModel
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(1024, 1024) for _ in range(8))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+def fused_wide():
+    model, args = Wide().eval(), (torch.randn(256, 1024),)
+    live = capture_regions(model, args, {})
+    fused = FusedModel(model, live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, {}, live=live)
+    return fused, live, args
+
+
+def test_the_overhead_is_without_the_graph():
+    fused, live, args = fused_wide()
+    rewound = []
+    timing = call_overhead(lambda: fused.dispatch(*args), live.regions, lambda: rewound.append(1))
+    assert timing is not None and len(timing.times_ns) == 50 and len(rewound) == 52
+    with torch.no_grad():
+        started = time.perf_counter_ns()
+        fused.dispatch(*args)
+        whole_ns = time.perf_counter_ns() - started
+    assert timing.median_ns < whole_ns / 2  # the graph is 4 GFLOP
+    x = torch.randn(256, 1024)
+    with torch.no_grad():
+        torch.testing.assert_close(fused.dispatch(x), fused._original(x))  # the route runs its graph again
+    assert fused.fallbacks == {}
+
+
+def test_a_call_that_dynamo_compiled_elsewhere_is_not_timed():
+    fused, live, args = fused_wide()
+    original = torch.nn.ReLU()
+    assert call_overhead(lambda: original(args[0]), live.regions, lambda: None) is None
+    with torch.no_grad():
+        torch.testing.assert_close(fused.dispatch(*args), fused._original(*args))
