@@ -61,7 +61,7 @@ def test_a_file_may_ask_for_ranges(run: Run, fake: Core) -> None:
         (("--shapes", "batch=1..4", "--points", "many"), "`many` is no size of a dim", "write --points"),
         (
             ("--shapes", "batch=1..4", "--phase", "decode"),
-            "a decode step holds a cache of fixed size",
+            "that step holds a cache of fixed size",
             "--phase forward or prefill",
         ),
         (("--shapes", "batch=1..4", "--phase", "generate"), "hold a cache of fixed size", "--phase forward or prefill"),
