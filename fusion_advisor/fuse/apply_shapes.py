@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fusion_advisor import units
-from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, capture_open
 from fusion_advisor.errors import SizeRejected
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
@@ -29,11 +29,10 @@ from fusion_advisor.fuse.passes.registry import PASSES, kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.plan.size_ranges import CACHED
-from fusion_advisor.fuse.shapes.call_sizes import resized
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Box, Piece
-from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
 from fusion_advisor.fuse.shapes.time_calls import time_calls
@@ -92,7 +91,7 @@ def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> list[RangedCa
 def _try_end(loaded: LoadedWorkload, original: Callable[..., Any], call: RangedCall, one: SizeRange) -> None:
     def refusal(size: int) -> Exception | None:
         sizes = {other.name: other.least for other in call.ranges} | {one.name: size}
-        args, kwargs = resized(call.args, call.kwargs, call.dims, sizes)
+        args, kwargs = call.at(sizes)
         try:
             with torch.no_grad():
                 original(*args, **kwargs)
@@ -155,7 +154,7 @@ class _Shapes:
     """Graph passes that look at numbers or at tensors of one size."""
 
     def call_at(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return resized(self.ranged.args, self.ranged.kwargs, self.ranged.dims, sizes)
+        return self.ranged.at(sizes)
 
     def capture(self, sizes: dict[str, int]) -> OpenCapture:
         args, kwargs = self.call_at(sizes)
@@ -198,8 +197,8 @@ def serve_shapes(
             served.append(one)
             rows.append(row)
             (progress.found if _serving_points(row) else progress.warn)(_outcome(row))
-        tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=not call.keeps_a_cache))
-    fused.serve(tables)
+        tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=call.may_record))
+    fused.serve(tables, generate_of(loaded, calls))
     points = sum(len(row.points) for row in rows)
     progress.note(f"decided at {points} points; graphs: {len(rows)}")
     return ShapeRanges(
@@ -284,11 +283,13 @@ def _decided(
     """Decide one point of a piece: what runs near it, and its row; ``kernels`` gets the kernels by name."""
     where = tuple(sizes.items())
     args, kwargs = work.call_at(sizes)
+    written = workpiece.opened.written_in(args, kwargs)
     given = example_args(workpiece.opened, args, kwargs)
+    written.restore()
     work.progress.note(f"at {_text(sizes)}")
     decided = decide_at(
         workpiece.opened, given, work.options, work.bandwidth, work.instruments, Progress(),
-        budget_s=_BUDGET_S, only=lambda name: name not in work.refused,
+        budget_s=_BUDGET_S, only=lambda name: name not in work.refused, written=written,
     )  # fmt: skip
     fusions, dropped = all_sized(workpiece, decided.fusions)
     dropped += [(name, "it decides by one size") for name in decided.refused]
@@ -300,6 +301,7 @@ def _decided(
     module = served.graph_at(tuple(sizes[name] for name in workpiece.names))
     kernels.update({fusion.kernel.name: fusion.kernel for fusion in fusions})
     names = (*(fusion.planned.match.kernel for fusion in fusions), *decided.passes, *changes)
+    written.restore()
     check = check_region(decided.region, module.forward)
     row = ShapePoint(
         sizes=where, rewrites=names, fusions=tuple(map(_row_of, fusions)), passes=decided.passes, dropped=tuple(dropped),
@@ -309,7 +311,7 @@ def _decided(
         reason = f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
         return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
     if work.options.is_timed:
-        eager, ours = _timed(work, workpiece.opened, module, args, kwargs)
+        eager, ours = _timed(work, workpiece.opened, module, args, kwargs, written)
         row = replace(row, eager=eager, ours=ours)
         if ours.ci_low_ns > eager.ci_high_ns:
             times = f"{units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}"
@@ -326,15 +328,16 @@ def _row_of(fusion: BuiltFusion) -> ShapeFusion:
 
 
 def _timed(
-    work: _Shapes, opened: OpenCapture, module: torch.fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Timing]:
+    work: _Shapes, opened: OpenCapture, module: torch.fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    written: Written,
+) -> list[Timing]:  # fmt: skip
     """Time the original call against the same call through dynamo's guards and the rewritten graph."""
     route, compiled = opened.region.route, opened.live.compiled
     assert route is not None
     assert compiled is not None
     before, route.forward = route.forward, module.forward
     try:
-        return time_calls([work.original, compiled.call], args, kwargs, work.instruments, on_cuda=work.on_cuda)
+        return time_calls([work.original, compiled.call], args, kwargs, work.instruments, on_cuda=work.on_cuda, written=written)
     finally:
         route.forward = before
 

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,11 +23,10 @@ from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
-from fusion_advisor.fuse.shapes.call_sizes import resized
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Piece
-from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
 from fusion_advisor.ir.operand_names import with_names
@@ -60,15 +58,16 @@ def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) 
         tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder,
     ):  # fmt: skip
         tables = []
-        for call in ranged_calls(loaded, asked):
+        calls = ranged_calls(loaded, asked)
+        for call in calls:
             rows = [piece for piece in ranges.pieces if piece.call == call.name]
             work = _Restoring(loaded, saved, call, Path(folder))
             pieces = call.pieces(work.capture)
             if [piece.box for piece in pieces] != [piece.ranges for piece in rows]:
                 raise _mismatch(saved, "the model makes other pieces of the ranges")
             served = [work.piece(piece, row) for piece, row in zip(pieces, rows, strict=True)]
-            tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=not call.keeps_a_cache))
-    fused.serve(tables)
+            tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=call.may_record))
+    fused.serve(tables, generate_of(loaded, calls))
 
 
 def _mismatch(saved: SavedPlan, detail: str) -> PlanMismatch:
@@ -84,11 +83,8 @@ class _Restoring:
 
     def capture(self, sizes: Sizes) -> OpenCapture:
         """Capture the call at some sizes."""
-        args, kwargs = self._call_at(sizes)
+        args, kwargs = self._ranged.at(sizes)
         return capture_open(self._loaded.model, args, kwargs, self._ranged.dims, model_id=self._loaded.record.model_id)
-
-    def _call_at(self, sizes: Sizes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return resized(self._ranged.args, self._ranged.kwargs, self._ranged.dims, sizes)
 
     def piece(self, piece: Piece, row: ShapePiece) -> ServedPiece:
         """Build one piece and check it at its points."""
@@ -113,8 +109,11 @@ class _Restoring:
             served = finished(work, build(work, fusions, row.passes), sizes, with_flags=DROP_MASKS.id in row.passes)
         except (NoOneProgram, CannotLower, KernelBuildFailed, LooksAtSizes, KeyError) as error:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
-        args, kwargs = self._call_at(sizes)
-        region = at_one_size(work.opened, example_args(work.opened, args, kwargs)).regions[0]
+        args, kwargs = self._ranged.at(sizes)
+        written = work.opened.written_in(args, kwargs)
+        given = example_args(work.opened, args, kwargs)
+        written.restore()
+        region = at_one_size(work.opened, given, written).regions[0]
         check = check_region(region, served.graph_at(tuple(sizes[name] for name in work.names)).forward)
         if not check.is_passed:
             raise _mismatch(self._saved, f"at {_text(sizes)} the numbers no longer pass: {check.fused_rel_l2:.1e}")

@@ -11,7 +11,7 @@ from torch import nn
 
 from fusion_advisor.errors import NoStaticCache
 from fusion_advisor.runtime.call_tensors import copied
-from fusion_advisor.workload.static_cache import cache_name, why_no_cache
+from fusion_advisor.workload.static_cache import cache_name, filled_cache, why_no_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,39 @@ def growing_steps(model: nn.Module, prompt: Mapping[str, Any], *, is_padded: boo
 
     with torch.no_grad():
         return _first_steps(model, run, 3)
+
+
+def fixed_step(model: nn.Module, prompt: Mapping[str, Any], *, model_id: str) -> dict[str, Any]:
+    """Return the keyword arguments of a decode step, as ``generate`` passes them with a static cache that holds a prompt.
+
+    Args:
+        model: of transformers.
+        prompt: keyword arguments of a call, whose ``input_ids``, int64 [batch, tokens], are taken.
+        model_id: for error messages only.
+
+    Raises:
+        CannotGenerate: the model has no static cache, or generate passes another one.
+    """
+    ids = prompt["input_ids"]
+    if ids.shape[1] < 2:
+        ids = torch.cat([ids, ids], dim=1)
+    try:
+        cache, _ = filled_cache(model, ids[:, :-1], maximum=None, phase="generate", model_id=model_id)
+    except NoStaticCache as error:
+        raise CannotGenerate(str(error)) from error
+    generate: Any = model.generate
+
+    def run() -> Any:
+        return generate(
+            ids, attention_mask=torch.ones_like(ids), **{cache_name(model): cache}, max_new_tokens=3, min_new_tokens=3,
+            do_sample=False, disable_compile=True, pad_token_id=0,
+        )  # fmt: skip
+
+    with torch.no_grad():
+        steps = _first_steps(model, run, 2)
+    if steps[0]["input_ids"].shape[1] != 1:
+        raise CannotGenerate("generate runs the prompt again that its static cache holds")
+    return steps[0]
 
 
 def _first_steps(model: nn.Module, generate: Callable[[], Any], count: int) -> list[dict[str, Any]]:

@@ -33,6 +33,12 @@ def why_no_cache(model: nn.Module) -> str:
     return "it keeps a running state, not keys and values" if getattr(model, "_is_stateful", False) else ""
 
 
+def in_steps(tokens: int) -> int:
+    """Return how many positions a cache has for so many tokens: a power of two of blocks, so that few sizes come up."""
+    blocks = -(-tokens // _ROOM)
+    return int(_ROOM * (1 << (blocks - 1).bit_length()))
+
+
 def filled_cache(model: nn.Module, prompt: torch.Tensor, *, maximum: int | None, phase: str, model_id: str) -> tuple[Any, int]:
     """Prefill a prompt into a static cache.
 

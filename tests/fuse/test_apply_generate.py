@@ -80,11 +80,35 @@ def test_tokens_are_eagers_for_any_prompts(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_caches_of_the_pool_give_eagers_tokens_and_keep_their_addresses(name):
+    model, kwargs = getattr(tiny, name)()
+    with served(model, kwargs) as fused:
+        traced, generator = traces(), random.Random(3)
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for call in [prompts(generator) for _ in range(16)]:
+                expected = tokens_of(model, call, fused=False)
+                torch.manual_seed(1)
+                assert torch.equal(fused.generate(**call), expected)
+        assert traces() == traced and fused.fallbacks == {}
+        call = {"input_ids": torch.randint(1, 200, (2, 9)), "max_new_tokens": 5, "pad_token_id": 0}
+        places = []
+        for _ in range(2):
+            fused.generate(**call)
+            (cache,) = [kept for key, kept in fused._generate._caches.items() if key == (2, 64)]
+            places.append([layer.keys.data_ptr() for layer in cache.layers])
+        assert places[0] == places[1]
+    assert torch.equal(fused.generate(**call), model.generate(**call))  # reverted: the model's own
+
+
+@pytest.mark.slow
 def test_a_saved_plan_generates_in_another_model(tmp_path):
     model, kwargs = tiny.qwen2()
     report = served(model, kwargs, run_dir=tmp_path).report
     calls = {piece.call for piece in report.shapes.pieces}
-    assert {"prefill", "decode"} <= calls <= {"prefill", "decode", "padded prefill", "padded decode"}
+    assert {"prefill", "decode", "static decode"} <= calls <= {*calls, "padded prefill", "padded decode"}
     assert all(not point.reason for piece in report.shapes.pieces for point in piece.points)
     model, kwargs = tiny.qwen2()
     with fa.apply(model, kwargs, plan=fa.load_plan(tmp_path)) as fused:

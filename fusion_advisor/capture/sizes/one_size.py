@@ -10,18 +10,20 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.retrace import let_idle_dropout_return_its_input
+from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.capture.sizes.size_nodes import mapped
 from fusion_advisor.runtime.torch_internals import fake_mode, symbolic_sizes
 
 
-def at_one_size(opened: OpenCapture, example_args: Sequence[Any]) -> LiveCapture:
+def at_one_size(opened: OpenCapture, example_args: Sequence[Any], written: Written | None = None) -> LiveCapture:
     """Return the graph of one size: the same nodes in the same order, with numbers where sizes were open.
 
     Args:
         opened: the graph.
         example_args: what the region is called with at that size.
+        written: what a call of that size writes to.
     """
     region = opened.region
     graph = Graph()
@@ -50,7 +52,7 @@ def at_one_size(opened: OpenCapture, example_args: Sequence[Any]) -> LiveCapture
     fake_mode.propagate(module, example_args)
     let_idle_dropout_return_its_input(module)
     one = replace(region, graph=module, original=module, example_args=tuple(example_args), route=None)
-    return LiveCapture(regions=[one], runs=[Run(0, tuple(example_args))], written=opened.live.written)
+    return LiveCapture(regions=[one], runs=[Run(0, tuple(example_args))], written=written or Written())
 
 
 def _numbers_of(opened: OpenCapture, region: Region, example_args: Sequence[Any]) -> dict[Any, int]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run, capture_regions
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes, put_input_numbers_in
 from fusion_advisor.errors import CannotCapture
@@ -79,6 +80,12 @@ class OpenCapture:
         """Whether all is true of other sizes but that certain combinations of them were ruled out (height x width != 16)."""
         ranges = [one for one in self.guards if len(symbolic_sizes.symbols_in(one)) < 2 or not symbolic_sizes.is_inequation(one)]
         return _hold(ranges, self.symbols(sizes))
+
+    def written_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Written:
+        """Return what a call of other sizes writes to: the same tensors by name, as they are now."""
+        tensors, then = call_tensors(args, kwargs), self.live.written
+        live = {name: tensors[name] for name in then.tensors}
+        return Written(tensors=live, before={name: tensor.clone() for name, tensor in live.items()}, moving=then.moving)
 
     def places(self) -> dict[str, Node]:
         """Return the node that each open dim's size is the value of: a graph input, or what reads it off a tensor."""
@@ -153,7 +160,7 @@ def capture_open(
         model_id: for errors.
 
     Raises:
-        OneSizeOnly: the model fixes a size, the call is several graphs, or it writes to what it is given.
+        OneSizeOnly: the model fixes a size, the call is several graphs, or it writes to a buffer.
         CannotCapture: dynamo captured nothing.
     """
     args, kwargs = copied((args, dict(kwargs)), lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
@@ -175,8 +182,9 @@ def capture_open(
         raise OneSizeOnly(why) from error
     if not live.is_whole():
         raise OneSizeOnly(f"the call is {len(live.in_order())} graphs, and its Python between them may look at sizes")
-    if live.written.tensors:
-        raise OneSizeOnly("the call writes to tensors that it is given")
+    others = [name for name in live.written.tensors if name not in tensors]
+    if others:
+        raise OneSizeOnly(f"the call writes to `{others[0]}`, which the model keeps")
     return _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
 
 

@@ -182,3 +182,11 @@ def sharing(leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return (0,) * len(leaves)
     places = [leaf.untyped_storage().data_ptr() if leaf.numel() else -1 - place for place, leaf in enumerate(leaves)]
     return tuple(map(places.index, places))
+
+
+def device_of(leaves: Sequence[torch.Tensor]) -> int:
+    """Return the number of the GPU that a call's tensors lie on; -1 for a CPU."""
+    for leaf in leaves:
+        if leaf.is_cuda:
+            return leaf.get_device()
+    return -1

@@ -23,7 +23,7 @@ from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_i
 from fusion_advisor.errors import AdvisorError, CannotCopy, HalfWritten
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
 from fusion_advisor.fuse.live.call_difference import describe_difference
-from fusion_advisor.fuse.live.call_signature import Seen, holds_object, sharing, signature
+from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, sharing, signature
 from fusion_advisor.fuse.live.counters import Fallbacks, LaunchCounter
 from fusion_advisor.fuse.live.graph_table import GraphTable
 from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
@@ -81,6 +81,7 @@ class FusedModel:
         self._verified: dict[Any, VerifiedCall] = {}
         """By signature."""
         self._unlearnable: set[Any] = set()
+        self._generate: Callable[..., Any] | None = None
         self.shapes: tuple[ShapeTable, ...] = ()
         """Ranges of sizes that are served: one table for each way to call the model."""
         self._objects: dict[int, Seen] = {}
@@ -160,7 +161,7 @@ class FusedModel:
                 verified = ranged
                 break
             why_not = why_not or ranged
-        device = -1 if verified is None else _device_of(leaves)
+        device = -1 if verified is None else device_of(leaves)
         if device >= 0 and cuda_state.current_device_number() != device:
             with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
                 return self.dispatch(*args, **kwargs)
@@ -243,14 +244,20 @@ class FusedModel:
 
     # ------------------------------------------------------------------ other shapes
 
-    def serve(self, tables: Sequence[ShapeTable]) -> None:
-        """Serve ranges of sizes from now on.
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate tokens as the model does; where ranges of its steps are served, on static caches that are used again."""
+        model: Any = self.model
+        return (model.generate if self._generate is None or not self.is_applied else self._generate)(*args, **kwargs)
 
-        Args:
-            tables: pieces of the ranges with their graphs, one table for each way to call the model.
-        """
-        self.shapes = tuple(tables)
+    def serve(self, tables: Sequence[ShapeTable], generate: Callable[..., Any] | None = None) -> None:
+        """Serve ranges of sizes from now on, one table for each way to call the model; ``generate`` stands for its own."""
+        self.shapes, self._generate = tuple(tables), generate
         for table in tables:
+            if table.writes:
+                leaves: list[torch.Tensor] = []
+                args, kwargs = table.example
+                signature(args, kwargs, leaves)
+                table.sharing = sharing(leaves)
             self._launches.include(table.modules)
             for piece in table.pieces:
                 piece.start(self._graphed if self.graphs is not None and table.may_record else None, self._rewritten.other)
@@ -388,11 +395,3 @@ class _Refused(Exception):
 _MODE = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
 _OWN_OPS = "an input is of a tensor class that handles its ops by itself (__torch_function__ or __torch_dispatch__)"
 _UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"
-
-
-def _device_of(leaves: Sequence[torch.Tensor]) -> int:
-    """Number of the GPU that a call's tensors lie on; -1 for a CPU."""
-    for leaf in leaves:
-        if leaf.is_cuda:
-            return leaf.get_device()
-    return -1

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture.graph.side_effects import Written, live_tensors
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.fuse.cuda_graph.capturable import writes_of
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
 from fusion_advisor.verify.compare_models import check_model
@@ -144,31 +145,41 @@ def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequen
 def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:
     """Judge what runs in place of one graph by the rule of whole models, on the tensors of its call.
 
+    What the graph writes to is copied for each run, and the elements that changed are an output like any other.
+
     Args:
-        region: with the tensors of a call, which the graph does not write to.
+        region: with the tensors of a call.
         fused: the rewritten graph.
 
     Returns:
         The check; its oracle is the graph in float64 (casts to float dtypes go there too), or eager where that cannot be run.
     """
-    ours, theirs = (_judged(_seeded(call, region.example_args)) for call in (fused, region.original.forward))
+    slots = sorted(writes_of(region.graph)[0])
+    ours, theirs = (_region_outcome(call, region, slots) for call in (fused, region.original.forward))
     oracle, name = None, "eager"
     if not any(_is_random(node) for node in region.graph.graph.nodes):
         try:
-            oracle = _judged(_seeded(_Wide(region.graph).run, region.example_args))
+            oracle = _region_outcome(_Wide(region.graph).run, region, slots, is_wide=True)
             name = "float64"
         except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
             oracle = None
-    if oracle is None or [tensor.shape for _, tensor in oracle] != [tensor.shape for _, tensor in theirs]:
+    if oracle is None or [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
         oracle, name = theirs, "eager"
-    return check_model(ours, theirs, oracle, name)
+    before = {str(slot): region.example_args[slot] for slot in slots}
+    changed = {key: (ours.written[key] != old) | (theirs.written[key] != old) for key, old in before.items()}
+    fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, oracle))
+    return check_model(fused_rows, eager_rows, true_rows, name, exact=[_COUNTS])
 
 
-def _seeded(call: Callable[..., Any], args: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-    """A call's outputs; the random numbers that it draws are those of the next call, too."""
+def _region_outcome(call: Callable[..., Any], region: Region, slots: Sequence[int], *, is_wide: bool = False) -> _Outcome:
+    """Run a graph on copies of what it writes to; the random numbers that it draws are those of the next run, too."""
+    args = list(region.example_args)
+    for slot in slots:
+        args[slot] = to_float64(args[slot]).clone() if is_wide else args[slot].clone()
     devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        return named_tensors(call(*args))
+        outputs = named_tensors(call(*args))
+    return _Outcome(outputs=outputs, written={str(slot): args[slot] for slot in slots})
 
 
 def _is_random(node: torch.fx.Node) -> bool:

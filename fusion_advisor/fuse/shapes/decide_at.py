@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.capture.sizes.one_size import at_one_size
@@ -63,7 +64,7 @@ def example_args(opened: OpenCapture, args: Sequence[Any], kwargs: Mapping[str, 
 
 def decide_at(
     opened: OpenCapture, given: Sequence[Any], options: ApplyOptions, bandwidth: Bandwidth, instruments: Instruments,
-    progress: Progress, *, budget_s: float, only: Callable[[str], bool] = lambda _: True,
+    progress: Progress, *, budget_s: float, only: Callable[[str], bool] = lambda _: True, written: Written | None = None,
 ) -> DecidedAt:  # fmt: skip
     """Find, build, check and choose rewrites on a piece's graph at the sizes of one call.
 
@@ -76,8 +77,9 @@ def decide_at(
         progress: gets lines.
         budget_s: seconds for timing the step.
         only: says which graph passes may be tried.
+        written: what the call writes to.
     """
-    live = at_one_size(opened, given)
+    live = at_one_size(opened, given, written)
     device = next(value.device for value in given if isinstance(value, torch.Tensor))
     options = replace(options, run_dir=None, effort="quick" if options.is_timed else options.effort, freeze=False)
     bench = Bench(live, on_cuda=device.type == "cuda", timer=instruments.timer)

@@ -8,19 +8,23 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.sizes.open_capture import Dims, base_of, call_tensors
+from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, base_of, call_tensors, sizes_of
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.plan.size_ranges import CACHED, ShapeRequest
-from fusion_advisor.fuse.shapes.call_sizes import dims_of
+from fusion_advisor.fuse.shapes.call_sizes import dims_of, resized
 from fusion_advisor.fuse.shapes.pieces import Capture, Piece, find_pieces
 from fusion_advisor.records import SizeRange
-from fusion_advisor.runtime.call_tensors import numbers_in
+from fusion_advisor.runtime.call_tensors import numbers_in, objects_in
 from fusion_advisor.runtime.torch_internals import module_call
-from fusion_advisor.workload.generate import CannotGenerate, growing_steps
+from fusion_advisor.workload.generate import CannotGenerate, fixed_step, growing_steps
 from fusion_advisor.workload.load import LoadedWorkload
-from fusion_advisor.workload.static_cache import cache_name
+from fusion_advisor.workload.pooled_generate import PooledGenerate
+from fusion_advisor.workload.static_cache import cache_name, in_steps
 
 PREFILL, DECODE = "prefill", "decode"
+STATIC_DECODE = "static decode"
+ROOM = "room"
+"""Positions of a static cache."""
 PADDED = "padded "
 """Ahead of the name of a step whose prompts are of different lengths: such a step has a mask."""
 
@@ -30,7 +34,8 @@ class RangedCall:
     """A way in which the model is called, and what may vary in it.
 
     Attributes:
-        name: ``prefill``, ``decode``, ``padded prefill`` or ``padded decode`` of ``generate``; empty for the example call.
+        name: ``prefill``, ``decode``, ``padded prefill``, ``padded decode`` or ``static decode`` of ``generate``; empty for the
+            example call.
         args: of one such call.
         kwargs: of the same.
         dims: names of its tensors' dims.
@@ -54,9 +59,19 @@ class RangedCall:
         return [Piece(box=self.ranges, refusal=self.refusal)] if self.refusal else find_pieces(self.ranges, capture)
 
     @property
-    def keeps_a_cache(self) -> bool:
-        """Whether each call of it makes new tensors of its cache: at new addresses, which no CUDA graph knows."""
-        return bool(self.name)
+    def may_record(self) -> bool:
+        """Whether CUDA graphs may serve it: not where each call makes new tensors of its cache, at addresses that none knows."""
+        return self.name in ("", STATIC_DECODE)
+
+    def at(self, sizes: Sizes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the call at other sizes; a static cache then is half full, and its attributes say what it holds."""
+        args, kwargs = resized(self.args, self.kwargs, self.dims, sizes)
+        if self.name == STATIC_DECODE:
+            then = sizes_of(call_tensors(self.args, self.kwargs), self.dims)
+            assert then is not None
+            for owner in objects_in(kwargs):
+                _resize(owner, then, sizes)
+        return args, kwargs
 
     @property
     def shown_dims(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -97,9 +112,51 @@ def ranged_calls(loaded: LoadedWorkload, request: ShapeRequest) -> list[RangedCa
             detail=f"`{CACHED}` is the number of tokens in the KV cache of `generate`, and {error}",
             help=f"leave {CACHED} out of --shapes",
         ) from error
+    else:
+        found += _static_decode(loaded, request.ranges)
     finally:
         module_call.set_compiled_call(loaded.model, in_place)
     return found
+
+
+def generate_of(loaded: LoadedWorkload, calls: Sequence[RangedCall]) -> PooledGenerate | None:
+    """Return what stands for the model's ``generate`` where its decode steps on static caches are served."""
+    rooms = [one.most for call in calls if call.name == STATIC_DECODE for one in call.ranges if one.name == ROOM]
+    return PooledGenerate(loaded.model, most_tokens=rooms[0]) if rooms else None
+
+
+def _static_decode(loaded: LoadedWorkload, asked: Sequence[SizeRange]) -> list[RangedCall]:
+    """Return a decode step on a cache of fixed size, which CUDA graphs can serve; nothing where the model has no such cache."""
+    try:
+        kwargs = fixed_step(loaded.model, loaded.kwargs, model_id=loaded.record.model_id)
+    except CannotGenerate:
+        return []
+    cached = next(one for one in asked if one.name == CACHED)
+    batch = [one for one in asked if one.name == "batch"]
+    names = {ROOM, *(one.name for one in batch)}
+    dims = {}
+    for path, tensor in call_tensors((), kwargs).items():
+        usual = [""] * tensor.dim()
+        if tensor.dim() >= 2:
+            usual[0] = "batch"
+        if tensor.dim() == 4 and (path.endswith((".keys", ".values")) or path.startswith("attention_mask")):
+            usual[3 if path.startswith("attention_mask") else 2] = ROOM
+        known = _known(names, tuple(usual))
+        if any(known):
+            dims[path] = known
+    rooms = SizeRange(name=ROOM, least=2, most=in_steps(cached.most + 1))
+    found = RangedCall(name=STATIC_DECODE, kwargs=kwargs, dims=dims, ranges=(*batch, rooms))
+    return [found] if sizes_of(call_tensors((), kwargs), dims) is not None else []
+
+
+def _resize(owner: Any, then: Sizes, sizes: Sizes) -> None:
+    """Let a cache's layer say its new sizes."""
+    for name, size in (("max_cache_len", ROOM), ("batch_size", "batch"), ("max_batch_size", "batch")):
+        if name in vars(owner) and size in sizes and vars(owner)[name] == then[size]:
+            setattr(owner, name, sizes[size])
+    held = vars(owner).get("cumulative_length")
+    if isinstance(held, torch.Tensor):
+        held.fill_(sizes[ROOM] // 2)
 
 
 def _steps(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion_advisor.capture.graph.tracer import DynamoCall, Route
+from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
 from fusion_advisor.records import SizeRange
@@ -80,6 +80,7 @@ class ServedPiece:
         refusal: why the original ops run.
         code: of every function that dynamo looked through.
         holds: whether what dynamo took for granted is true of sizes in the box; None where it is of all.
+        writes: it writes to what it is given.
     """
 
     box: Box
@@ -91,6 +92,7 @@ class ServedPiece:
     refusal: str = ""
     code: tuple[CodeType, ...] = ()
     holds: Callable[[Sizes], bool] | None = None
+    writes: bool = False
     _wrap: Wrap | None = None
     _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
 
@@ -144,7 +146,13 @@ def serving(piece: Piece, points: Sequence[Served]) -> ServedPiece:
     return ServedPiece(
         box=piece.box, compiled=opened.live.compiled, route=region.route, slots=opened.slots(), points=tuple(points),
         names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
+        writes=writes_to_inputs(region),
     )  # fmt: skip
+
+
+def _is_own_flag(name: str, value: Any) -> bool:
+    """Whether an attribute is a flag of the object's own: transformers notes in one who made a cache."""
+    return name.startswith("_") and isinstance(value, bool)
 
 
 _MOST_RUNNERS = 1024
@@ -177,8 +185,10 @@ class ShapeTable:
     """All pieces of one way to call a model.
 
     Attributes:
+        example: (args, kwargs) of one call.
         pieces: in the order of the report.
         may_record: whether its calls may run as CUDA graphs: not where each makes new tensors of a cache.
+        sharing: which tensors of a call share memory, where its graphs write to what they are given; None: they do not write.
     """
 
     def __init__(
@@ -193,13 +203,20 @@ class ShapeTable:
             example: (args, kwargs) of one call.
             may_record: whether its calls may run as CUDA graphs.
         """
+        self.example = example
         self.ranges = tuple(ranges)
         self.pieces = tuple(pieces)
         self.may_record = may_record
         self._dims = dims
         self._like = self._pattern(*example)
+        self.sharing: tuple[int, ...] | None = None
         self._known: dict[Any, VerifiedCall | str] = {}
         """By signature: a call that is served, or why it is not."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether a call writes to what it is given."""
+        return any(piece.writes for piece in self.pieces)
 
     @property
     def modules(self) -> list[GraphModule]:
@@ -221,7 +238,7 @@ class ShapeTable:
                 self._known.clear()
             piece = self.find(args, kwargs)
             found = self._known[key] = (
-                piece if isinstance(piece, str) else VerifiedCall(is_in_place=True, piece=piece, may_record=self.may_record)
+                piece if isinstance(piece, str) else VerifiedCall(self.sharing, True, piece, self.may_record)
             )
         return found
 
@@ -264,6 +281,9 @@ class ShapeTable:
             contents = value if isinstance(value, dict) else vars(value) if is_object(value) else None
             if contents is None:
                 return key(value)
-            return (type(value), *((name, pattern(contents[name], depth + 1)) for name in sorted(contents, key=str)))
+            items = [(name, contents[name]) for name in sorted(contents, key=str)]
+            if not isinstance(value, dict):  # dynamo guards the numbers and flags of an object that the graph depends on
+                items = [(name, int if type(item) is int else item) for name, item in items if not _is_own_flag(name, item)]
+            return (type(value), *((name, pattern(item, depth + 1)) for name, item in items))
 
         return pattern((tuple(args), dict(kwargs)))

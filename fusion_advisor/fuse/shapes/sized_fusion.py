@@ -169,8 +169,6 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
     Raises:
         NoOneProgram: its kernel serves some sizes alone.
     """
-    if any(work.ops[index].mutates for site in fusion.planned.sites for index in site.outputs):
-        raise NoOneProgram("it writes to a tensor that it is given")
     first = fusion.planned.sites[0]
     program = work.program(fusion.planned.chain.sites[0].op_indices, first.outputs, model=fusion.planned.program)
     kernel, built = _kernel_for_all_sizes(fusion, program, work)
@@ -200,7 +198,8 @@ def _bound(
     except (NoOneProgram, KernelBuildFailed) as error:
         where = ", ".join(f"{dim}={size}" for dim, size in zip(names, sizes, strict=True))
         raise LayoutChanged(f"{name} at {where}: {error}") from error
-    return fused_call(name, launch, work.metas(lowered.given, point), work.metas(lowered.outputs, point))
+    in_place = [position for position, index in enumerate(lowered.outputs) if work.ops[index].mutates]
+    return fused_call(name, launch, work.metas(lowered.given, point), work.metas(lowered.outputs, point), in_place=in_place)
 
 
 def _kernel_for_all_sizes(fusion: BuiltFusion, program: SizedProgram, work: Workpiece) -> tuple[RenderedKernel, BuiltKernel]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.records import Timing
 from fusion_advisor.runtime.call_tensors import objects_in
@@ -21,7 +22,7 @@ _BUDGET_S = 2.0
 
 def time_calls(
     ways: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any], instruments: Instruments, *,
-    on_cuda: bool,
+    on_cuda: bool, written: Written | None = None,
 ) -> list[Timing]:  # fmt: skip
     """Time each way launch by launch: GPU time by CUDA events, on a CPU what the instruments' timer reads.
 
@@ -31,6 +32,7 @@ def time_calls(
         kwargs: of the call; a KV cache among them is as it was when this returns.
         instruments: measure.
         on_cuda: whether the call runs on a GPU.
+        written: what the call writes to.
     """
     timer = instruments.timer or step_timer(on_cuda=on_cuda)
     objects = [(vars(owner), dict(vars(owner))) for owner in objects_in((args, dict(kwargs)))]
@@ -39,6 +41,8 @@ def time_calls(
         for attributes, before in objects:
             attributes.clear()
             attributes.update(before)
+        if written is not None:
+            written.rewind()
 
     def bound(way: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: way(*args, **kwargs)

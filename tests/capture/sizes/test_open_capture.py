@@ -108,7 +108,6 @@ def test_a_combination_that_is_ruled_out_is_a_hole():
     [
         (lambda x: x + torch.ones(11, 1), "the model takes size 11 of `.*x`, dim 1, for a constant"),
         (lambda x: (x.relu(), torch._dynamo.graph_break())[0] + 1, "graphs"),
-        (lambda x: x.add_(1), "writes to tensors"),
     ],
 )
 def test_what_serves_one_size_alone_is_refused_with_the_reason(look, words):
@@ -130,3 +129,31 @@ def test_a_size_that_no_input_hands_over_is_read_off_a_tensor():
     for name, (slot, dim) in found.slots().items():
         args = seen_at(found, 4, 9)
         assert (args[slot] if dim is None else args[slot].shape[dim]) == {"batch": 4, "seq": 9}[name]
+
+
+class Counts(torch.nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x.flatten(0, 1) * 2
+
+
+def test_a_buffer_that_is_written_to_is_refused_by_name():
+    with pytest.raises(OneSizeOnly, match="writes to `calls`, which the model keeps"):
+        capture_open(Counts().eval(), (), {"x": torch.randn(3, 11, 8)}, DIMS)
+
+
+def test_what_the_call_is_given_may_be_written_to_and_is_put_back():
+    found = opened(lambda x: x.add_(1))
+    assert list(found.live.written.tensors) == ["x"]
+    x = torch.zeros(2, 5, 8)
+    written = found.written_in((), {"x": x})
+    found.live.compiled.call(x=x)
+    assert x.eq(1).all()
+    written.restore()
+    assert x.eq(0).all()

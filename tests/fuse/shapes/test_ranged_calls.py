@@ -33,7 +33,7 @@ def test_without_cached_the_call_is_the_examples():
     (call,) = calls_of(model, kwargs, "batch=1..4,seq=1..8").values()
     assert (call.name == "" and call.kwargs is kwargs) or call.kwargs == kwargs
     assert call.dims == {"input_ids": ("batch", "seq")}
-    assert not call.keeps_a_cache
+    assert call.may_record
 
 
 def test_the_steps_of_generate_have_the_dims_that_grow(qwen2):
@@ -48,7 +48,7 @@ def test_the_steps_of_generate_have_the_dims_that_grow(qwen2):
             assert decode.dims[f"{cache}.layers.{layer}.{name}"] == ("batch", "", "cached", "")
     assert [one.name for one in prefill.ranges] == ["batch", "seq"]
     assert [one.name for one in decode.ranges] == ["batch", "cached"]
-    assert decode.keeps_a_cache
+    assert not decode.may_record
     shown = [path for path, _ in decode.shown_dims]
     assert f"decode {cache}.layers.0.keys" in shown and not any("layers.1" in path for path in shown)
 
@@ -61,6 +61,22 @@ def test_prompts_of_different_lengths_are_calls_with_a_mask(qwen2):
     if "padded prefill" in calls:
         assert "attention_mask" not in calls["prefill"].kwargs
         assert {one.text for one in calls["padded prefill"].ranges} == {"batch=1..8", "seq=2..32"}
+
+
+def test_a_decode_step_on_a_static_cache_varies_its_room(qwen2):
+    model, _, calls = qwen2
+    static, cache = calls["static decode"], cache_name(model)
+    assert [one.text for one in static.ranges] == ["batch=1..8", "room=2..64"]
+    assert static.dims[f"{cache}.layers.1.values"] == ("batch", "", "room", "")
+    assert static.may_record and not calls["decode"].may_record
+    _, kwargs = static.at({"batch": 3, "room": 50})
+    layer = kwargs[cache].layers[0]
+    assert layer.keys.shape[:3] == (3, 2, 50) and layer.max_cache_len == 50 and layer.batch_size == 3
+    assert int(layer.cumulative_length) == 25
+    with torch.no_grad():
+        assert model(**kwargs).logits.shape[:2] == (3, 1)
+    assert int(layer.cumulative_length) == 26
+    assert static.kwargs[cache].layers[0].max_cache_len == 64
 
 
 def test_a_dim_is_counted_from_another(qwen2):
