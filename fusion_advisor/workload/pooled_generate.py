@@ -68,9 +68,10 @@ class PooledGenerate:
         from transformers import DynamicCache, StaticCache
 
         grown: Any = DynamicCache(config=self._model.config)
+        # `contiguous` keeps a single row as it lies, with the stride of the longer one.
+        rest, seen = (tensor[:, :-1].clone(memory_format=torch.contiguous_format) for tensor in (ids, mask))
         self._model.generate(
-            ids[:, :-1].contiguous(), attention_mask=mask[:, :-1].contiguous(), **{cache_name(self._model): grown},
-            max_new_tokens=1, do_sample=False, pad_token_id=pad,
+            rest, attention_mask=seen, **{cache_name(self._model): grown}, max_new_tokens=1, do_sample=False, pad_token_id=pad
         )  # fmt: skip
         key = (int(ids.shape[0]), room)
         cache: Any = self._caches.pop(key, None)
