@@ -219,5 +219,5 @@ def test_points_are_the_ends_and_a_middle_within_reach():
     assert all(point["batch"] * point["seq"] <= 16384 for point in points)
     assert points[-1]["batch"] * points[-1]["seq"] >= 8192
     assert points_of(box[:1], most=16384) == [{"batch": 2}, {"batch": 16}]
-    assert points_of(box, most=16384, asked=[(4, 100), (1, 1)]) == [{"batch": 4, "seq": 100}]
+    assert points_of(box, most=16384, asked=[{"batch": 4, "seq": 100}, {"batch": 1, "seq": 1}]) == [{"batch": 4, "seq": 100}]
     assert points_of((SizeRange(name="batch", least=1, most=1),), most=9) == [{"batch": 1}]

@@ -61,7 +61,7 @@ def test_a_call_makes_its_device_the_current_one(fused, x, monkeypatch):
 
     monkeypatch.setattr(cuda_state, "current_device_number", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(model_module, "_device_of", lambda leaves: 1)
+    monkeypatch.setattr(model_module, "device_of", lambda leaves: 1)
     for name in ("_run_compiled", "_original"):
         own = getattr(fused, name)
         monkeypatch.setattr(fused, name, lambda *given, _own=own, **named: seen.append(current[-1]) or _own(*given, **named))
