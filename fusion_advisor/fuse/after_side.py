@@ -90,6 +90,7 @@ def call_overhead(call: Callable[[], Any], regions: Sequence[Region], rewind: Ca
     times, before = [], [route.forward for route in routes]
     try:
         with torch.no_grad():
+            rewind()
             call()  # a route's first call puts its graph in
             before = [route.forward for route in routes]
             found = [_Answer(route.forward) for route in routes]

@@ -34,7 +34,7 @@ def test_the_overhead_is_without_the_graph():
     fused, live, args = fused_wide()
     rewound = []
     timing = call_overhead(lambda: fused.dispatch(*args), live.regions, lambda: rewound.append(1))
-    assert timing is not None and len(timing.times_ns) == 50 and len(rewound) == 52
+    assert timing is not None and len(timing.times_ns) == 50 and len(rewound) == 53
     with torch.no_grad():
         started = time.perf_counter_ns()
         fused.dispatch(*args)
@@ -52,3 +52,16 @@ def test_a_call_that_dynamo_compiled_elsewhere_is_not_timed():
     assert call_overhead(lambda: original(args[0]), live.regions, lambda: None) is None
     with torch.no_grad():
         torch.testing.assert_close(fused.dispatch(*args), fused._original(*args))
+
+
+def test_what_a_call_moves_is_put_back_ahead_of_each_and_after_the_last():
+    fused, live, args = fused_wide()
+    events = []
+
+    def call():
+        events.append("call")
+        return fused.dispatch(*args)
+
+    call_overhead(call, live.regions, lambda: events.append("rewind"))
+    assert events[0] == events[-1] == "rewind"
+    assert events[:-1] == ["rewind", "call"] * 52
