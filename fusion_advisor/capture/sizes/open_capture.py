@@ -154,7 +154,7 @@ def capture_open(
 
     Args:
         model: called as ``model(*args, **kwargs)``.
-        args: of a call whose open dims are of size 2 or more.
+        args: of a call; a dim that is of size 1 in it is fixed.
         kwargs: of the same call.
         dims: names of the dims.
         model_id: for errors.
@@ -171,7 +171,7 @@ def capture_open(
     for path, names in dims.items():
         symbolic_sizes.leave_open(tensors[path], [n for n, name in enumerate(names) if name and sizes[base_of(name)] > 1])
     try:
-        with dynamo.without_logged_guard_errors():
+        with dynamo.without_logged_guard_errors(), symbolic_sizes.ones_among_the_sizes():
             live = capture_regions(model, args, kwargs, model_id=model_id, with_lines=False)
     except CannotCapture as error:
         raise _one_size(error) from error

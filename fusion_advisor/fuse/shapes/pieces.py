@@ -1,16 +1,15 @@
 """Splits ranges of sizes into pieces that one graph serves each.
 
-Dynamo takes a size of 1 for a constant, so that a range that begins at 1 has a piece of its own for it. What else a model assumes
-of its sizes (a branch on the length, a table that ends) are the guards of its graph: the largest box of sizes around the traced
-call in which they hold is a piece, and what is left of the range is traced again.
+What a model assumes of its sizes (a branch on the length, a batch of one, a table that ends) are the guards of its graph: the
+largest box of sizes around the traced call in which they hold is a piece, and what is left of the range is traced again.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import isqrt
 
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture
@@ -49,7 +48,7 @@ def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MO
         capture: at some sizes.
         most: pieces; what is left of the ranges runs the original ops.
     """
-    waiting = list(_by_ones(ranges))
+    waiting = [tuple(ranges)]
     found: list[Piece] = []
     while waiting:
         box = waiting.pop(0)
@@ -69,16 +68,6 @@ def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MO
         found.append(Piece(box=own, opened=opened))
         waiting += _rest(box, own)
     return found
-
-
-def _by_ones(ranges: Sequence[SizeRange]) -> Iterator[Box]:
-    """Yield boxes in which no range holds both 1 and more."""
-    halves = []
-    for one in ranges:
-        mine = [replace(one, most=1)] if one.least == 1 else []
-        mine += [replace(one, least=max(one.least, 2))] if one.most > 1 else []
-        halves.append(list(reversed(mine)))
-    yield from itertools.product(*halves)
 
 
 def sample_of(box: Box) -> dict[str, int]:

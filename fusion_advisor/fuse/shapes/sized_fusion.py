@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -213,7 +214,7 @@ def _kernel_for_all_sizes(fusion: BuiltFusion, program: SizedProgram, work: Work
         return program.at(work.leaves(point))
 
     ranges = [one for one in work.piece.box if one.name in work.names]
-    ends = [tuple(getattr(one, end) for one in ranges) for end in ("least", "most")]
+    ends = list(itertools.product(*((one.least, one.most) for one in ranges)))
     first = fusion.planned.sites[0]
     return for_all_sizes(
         fusion, [(str(point), at(point)) for point in ends], [at(point) for point in work.points],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # torch needs it
@@ -16,10 +17,21 @@ Symbols = Mapping[Any, int]
 """The size that each of dynamo's symbols stands for."""
 
 
+@contextlib.contextmanager
+def ones_among_the_sizes() -> Iterator[None]:
+    """Let a size that is open be 1 too: torch would take for granted that it is 2 or more.
+
+    What a model or an op asks of it (a branch on a length of 1) is a guard then. What decides nothing but how a result is laid
+    out is not asked.
+    """
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield
+
+
 def leave_open(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     """Let dynamo keep dims of a tensor open when it next traces a call with this very tensor.
 
-    Dynamo refuses the trace where the model fixes one of them; it takes a size of 1 as fixed, so these are not marked.
+    Dynamo refuses the trace where the model fixes one of them. A size that is 1 now cannot stay open.
     """
     for dim in dims:
         torch._dynamo.mark_dynamic(tensor, dim)

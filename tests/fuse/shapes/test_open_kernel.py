@@ -81,9 +81,11 @@ def test_rows_that_are_walked_at_some_sizes_alone_are_refused():
         opened(fusion_of(softmax(4, 32768)), softmax)
 
 
-def test_a_kernel_that_was_checked_in_another_layout_is_refused():
-    with pytest.raises(NoOneProgram, match="strides are of another kind"):
-        opened(fusion_of(p.rope(4, 4, 8, 64, "float32")), rope)
+def test_a_kernel_that_was_checked_with_fewer_loops_is_rendered_with_all_of_them():
+    fusion = fusion_of(rope(1, 1))
+    kernel, _ = opened(fusion, rope, [SizeRange(name="batch", least=1, most=16), RANGES[1]])
+    assert kernel.name != fusion.kernel.name
+    assert kernel.source == opened(fusion_of(rope(3, 11)), rope)[0].source
 
 
 def test_what_does_not_compile_is_refused():

@@ -1,0 +1,317 @@
+"""Measures a saved plan of ranges: python -m tools.measure_ranges STAGE RUN_DIR --to FILE.json [--calls N] [--seconds S].
+
+RUN_DIR is of ``fusion-advisor apply MODEL --shapes …``. Each stage runs in a process of its own and makes the same random calls:
+
+- ``serve``: the plan is loaded, every call is compared with the original ops and timed beside them; traces, compiled kernels and
+  calls of the original ops are counted.
+- ``compile``: ``torch.compile(dynamic=True)`` in a mode (``--mode``).
+- ``exact``: ``apply`` for exactly the sizes of a call, each timed beside the plan of the ranges.
+- ``generate``: prompts of random lengths, tokens per second of eager, the plan and torch.compile with a static cache.
+
+Sizes are random on a logarithmic scale. Times are of the wall clock, device idle at both ends, the median of a few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo.utils
+
+from fusion_advisor import apply, load_plan
+from fusion_advisor.cli.common.core import load_request
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
+from fusion_advisor.records import ShapeRanges
+from fusion_advisor.runtime.call_tensors import objects_in, tensors_in
+from fusion_advisor.runtime.torch_internals import module_call
+from fusion_advisor.workload.load import LoadedWorkload, load_workload
+
+MOST_TOKENS = 16_384
+"""Of a call, cached tokens apart."""
+MOST_CACHED = 131_072
+"""Tokens in the caches of all rows."""
+_BEFORE = 2
+"""Calls ahead of those that are timed: the second is recorded as a CUDA graph where there is one."""
+_TIMED = 5
+_LONG_S = 0.05
+"""Calls that take longer are timed three times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call at random sizes."""
+
+    name: str
+    sizes: dict[str, int]
+    ranged: RangedCall
+
+    def make(self, seed: int) -> dict[str, Any]:
+        """Return its keyword arguments, with random tokens."""
+        args, kwargs = self.ranged.at(self.sizes)
+        assert not args
+        ids = kwargs.get("input_ids")
+        if ids is not None:
+            generator = torch.Generator().manual_seed(seed)
+            ids.copy_(torch.randint(3, 200, ids.shape, generator=generator))
+        return kwargs
+
+
+def random_calls(calls: Sequence[RangedCall], count: int, seed: int = 0) -> list[Call]:
+    """Return calls of all kinds at sizes that are random on a logarithmic scale."""
+    generator, found = random.Random(seed), []
+    served = [call for call in calls if not call.refusal]
+    while len(found) < count:
+        ranged = served[len(found) % len(served)]
+        sizes = {one.name: round(math.exp(generator.uniform(math.log(one.least), math.log(one.most)))) for one in ranged.ranges}
+        cached = sizes.get("cached", sizes.get("room", 1)) * sizes.get("batch", 1)
+        if math.prod(size for name, size in sizes.items() if name not in ("cached", "room")) > MOST_TOKENS or cached > MOST_CACHED:
+            continue
+        found.append(Call(name=ranged.name, sizes=sizes, ranged=ranged))
+    return found
+
+
+def loaded_of(run_dir: Path) -> LoadedWorkload:
+    """Make the model of a run again."""
+    path = run_dir / "request.json"
+    return load_workload(load_request(path.read_bytes(), str(path)))
+
+
+def calls_of(loaded: LoadedWorkload, ranges: ShapeRanges) -> list[RangedCall]:
+    """Return the ways to call a model that its saved ranges are of."""
+    asked = ShapeRequest(ranges=ranges.asked, dims=() if any(piece.call for piece in ranges.pieces) else ranges.dims)
+    return ranged_calls(loaded, asked)
+
+
+def wait() -> None:
+    """Let the device finish."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(run: Callable[[], Any], put_back: Callable[[], None]) -> tuple[float, float, float]:
+    """Return the seconds of the first call, of the second, and the median of later ones."""
+    taken = []
+    while len(taken) < _BEFORE + (3 if taken and taken[-1] > _LONG_S else _TIMED):
+        put_back()
+        wait()
+        started = time.perf_counter()
+        run()
+        wait()
+        taken.append(time.perf_counter() - started)
+    return taken[0], taken[1], statistics.median(taken[_BEFORE:])
+
+
+def rewinding(kwargs: Mapping[str, Any]) -> Callable[[], None]:
+    """Return what puts a call's cache back as it is now."""
+    objects = [(vars(owner), dict(vars(owner))) for owner in objects_in(dict(kwargs))]
+    counts = [(tensor, tensor.clone()) for name, tensor in tensors_in("", dict(kwargs)) if name.endswith("cumulative_length")]
+
+    def put_back() -> None:
+        for attributes, before in objects:
+            attributes.clear()
+            attributes.update(before)
+        for tensor, before in counts:
+            tensor.copy_(before)
+
+    return put_back
+
+
+def rel_l2(ours: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the relative L2 difference, row by row: logits of many tokens in fp32 would not fit."""
+    pairs = [(mine.float(), theirs.float()) for mine, theirs in zip(ours, other, strict=True)]
+    apart = sum(float((mine - theirs).square().sum()) for mine, theirs in pairs)
+    return math.sqrt(apart / max(sum(float(theirs.square().sum()) for _, theirs in pairs), 1e-30))
+
+
+def first_tensor(result: Any) -> torch.Tensor:
+    """Return a call's logits, or what it returns first."""
+    return next(tensor for _, tensor in tensors_in("", dict(result) if isinstance(result, Mapping) else result))
+
+
+class Compiles:
+    """Counts what dynamo traces and Triton compiles."""
+
+    def __init__(self) -> None:
+        """Begin to count."""
+        self.kernels = 0
+        try:
+            from triton import knobs
+
+            knobs.compilation.listener = self._seen
+        except (ImportError, AttributeError):
+            pass
+        self._traced = self._graphs()
+
+    def _seen(self, **_: Any) -> None:
+        self.kernels += 1
+
+    @staticmethod
+    def _graphs() -> int:
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    @property
+    def traces(self) -> int:
+        """Graphs that dynamo traced since."""
+        return self._graphs() - self._traced
+
+
+def serve(loaded: LoadedWorkload, plan: SavedPlan, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
+    """Run every call through the plan, and beside the original ops."""
+    weights, started = _held_bytes(), time.perf_counter()
+    fused: FusedModel = apply(loaded.model, loaded.kwargs, plan=plan)
+    yield {"what": "loaded", "seconds": time.perf_counter() - started, "weights_bytes": weights, "held_bytes": _held_bytes()}
+    original, counted, began = module_call.original_call(loaded.model), Compiles(), time.perf_counter()
+    for number, call in enumerate(calls):
+        if time.perf_counter() - began > seconds:
+            break
+        kwargs = call.make(number)
+        put_back = rewinding(kwargs)
+        before = sum(fused.fallbacks.values())
+        ours = timed(lambda kwargs=kwargs: loaded.model(**kwargs), put_back)
+        put_back()
+        found = first_tensor(loaded.model(**kwargs))
+        put_back()
+        expected = first_tensor(original(**kwargs))
+        error = rel_l2(found, expected)
+        is_same = bool(torch.equal(found[..., -1, :].argmax(-1), expected[..., -1, :].argmax(-1))) if found.dim() == 3 else None
+        del found, expected
+        eager = timed(lambda kwargs=kwargs: original(**kwargs), put_back)
+        yield {
+            "what": "call", "call": call.name, "sizes": call.sizes, "ours_s": ours, "eager_s": eager, "rel_l2": error,
+            "is_same_token": is_same, "fallbacks": sum(fused.fallbacks.values()) - before, "traces": counted.traces,
+            "kernels_compiled": counted.kernels,
+        }  # fmt: skip
+    graphs = fused.graphs
+    del kwargs, put_back
+    yield {
+        "what": "end", "fallbacks": fused.fallbacks, "traces": counted.traces, "kernels_compiled": counted.kernels,
+        "held_bytes": _held_bytes(), "graphs": None if graphs is None else graphs.summary,
+        "refusals": None if graphs is None else graphs.refusals,
+        "graph_bytes": 0 if graphs is None else graphs.pool_bytes(),
+    }  # fmt: skip
+
+
+def compiled(loaded: LoadedWorkload, mode: str, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
+    """Run every call through torch.compile."""
+    counted, began = Compiles(), time.perf_counter()
+    torch._dynamo.config.recompile_limit = 64
+    run = torch.compile(module_call.original_call(loaded.model), dynamic=True, mode=mode)
+    for number, call in enumerate(calls):
+        if time.perf_counter() - began > seconds:
+            break
+        kwargs = call.make(number)
+        taken = timed(lambda kwargs=kwargs: run(**kwargs), rewinding(kwargs))
+        yield {
+            "what": "call", "call": call.name, "sizes": call.sizes, f"compile {mode}_s": taken, "traces": counted.traces,
+            "kernels_compiled": counted.kernels,
+        }  # fmt: skip
+
+
+def exact(loaded: LoadedWorkload, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
+    """Make a plan for exactly the sizes of each call, and time it."""
+    began = time.perf_counter()
+    for number, call in enumerate(calls):
+        if time.perf_counter() - began > seconds:
+            break
+        kwargs = call.make(number)
+        put_back, started = rewinding(kwargs), time.perf_counter()
+        with apply(loaded.model, kwargs, effort="quick") as fused:
+            made_s = time.perf_counter() - started
+            taken = timed(lambda kwargs=kwargs: loaded.model(**kwargs), put_back)
+            fallbacks = dict(fused.fallbacks)
+        yield {
+            "what": "call", "call": call.name, "sizes": call.sizes, "exact_s": taken, "apply_s": made_s, "fallbacks": fallbacks
+        }  # fmt: skip
+
+
+def generate(loaded: LoadedWorkload, plan: SavedPlan, calls: int, new_tokens: int) -> Iterator[dict[str, Any]]:
+    """Generate tokens of random prompts in each way."""
+    model: Any = loaded.model
+    fused: FusedModel = apply(model, loaded.kwargs, plan=plan)
+    generator = random.Random(1)
+    device = torch.device(loaded.record.device)
+    assert plan.report.shapes is not None
+    ends = {one.name: one.most for one in plan.report.shapes.asked}
+    longest = min(1024, ends.get("seq", 1024), ends.get("cached", 1024) - new_tokens)
+    lengths = [round(math.exp(generator.uniform(math.log(8), math.log(longest)))) for _ in range(calls)]
+    prompts = [torch.randint(3, 200, (1, length), device=device) for length in lengths]
+    usual = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {
+        "ours": lambda ids: fused.generate(ids, attention_mask=torch.ones_like(ids), disable_compile=True, **usual),
+        "ours, growing": lambda ids: model.generate(ids, attention_mask=torch.ones_like(ids), disable_compile=True, **usual),
+        "eager": lambda ids: model.generate(ids, attention_mask=torch.ones_like(ids), disable_compile=True, **usual),
+        "compile, static": lambda ids: model.generate(
+            ids, attention_mask=torch.ones_like(ids), cache_implementation="static", **usual
+        ),
+    }
+    tokens: dict[str, list[Any]] = {}
+    for name, run in ways.items():
+        if name == "eager":
+            yield {"what": "fallbacks", "fallbacks": fused.fallbacks}
+            fused.revert()
+        taken = []
+        for ids in (*prompts[:2], *prompts):
+            wait()
+            started = time.perf_counter()
+            made = run(ids)
+            wait()
+            taken.append(time.perf_counter() - started)
+            tokens.setdefault(name, []).append(made[0, ids.shape[1] :].tolist())
+        tokens[name] = tokens[name][2:]
+        yield {
+            "what": "generate", "way": name, "tokens_per_s": calls * new_tokens / sum(taken[2:]), "first_s": taken[0],
+            "seconds": taken[2:], "lengths": lengths,
+        }  # fmt: skip
+    for name, made in tokens.items():
+        same = sum(ours == theirs for ours, theirs in zip(made, tokens["eager"], strict=True))
+        yield {"what": "tokens", "way": name, "same_as_eager": same, "prompts": calls}
+
+
+def _held_bytes() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_reserved())
+
+
+def main() -> None:
+    """Run one stage; every line is written as soon as it is known."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stage", choices=("serve", "compile", "exact", "generate"))
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--mode", default="default")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--every", type=int, default=1, help="take every so manieth of the calls")
+    asked = parser.parse_args()
+    loaded, plan = loaded_of(asked.run_dir), load_plan(asked.run_dir)
+    assert plan.report.shapes is not None, "the run has no ranges"
+    calls = random_calls(calls_of(loaded, plan.report.shapes), asked.calls)[:: asked.every]
+    stages = {
+        "serve": lambda: serve(loaded, plan, calls, asked.seconds),
+        "compile": lambda: compiled(loaded, asked.mode, calls, asked.seconds),
+        "exact": lambda: exact(loaded, calls, asked.seconds),
+        "generate": lambda: generate(loaded, plan, asked.calls, asked.new_tokens),
+    }
+    with torch.no_grad(), asked.to.open("w", encoding="utf-8") as out:
+        for row in stages[asked.stage]():
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+
+
+if __name__ == "__main__":
+    main()
