@@ -76,7 +76,8 @@ def random_calls(calls: Sequence[RangedCall], count: int, seed: int = 0) -> list
         ranged = served[len(found) % len(served)]
         sizes = {one.name: round(math.exp(generator.uniform(math.log(one.least), math.log(one.most)))) for one in ranged.ranges}
         cached = sizes.get("cached", sizes.get("room", 1)) * sizes.get("batch", 1)
-        if math.prod(size for name, size in sizes.items() if name not in ("cached", "room")) > MOST_TOKENS or cached > MOST_CACHED:
+        tokens = math.prod(size for name, size in sizes.items() if name not in ("cached", "room"))
+        if tokens > MOST_TOKENS or cached > MOST_CACHED:
             continue
         found.append(Call(name=ranged.name, sizes=sizes, ranged=ranged))
     return found
