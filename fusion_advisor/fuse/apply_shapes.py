@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fusion_advisor import units
-from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
-from fusion_advisor.capture.sizes.open_capture import OpenCapture, capture_open
+from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
 from fusion_advisor.errors import SizeRejected
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import BuiltFusion
@@ -311,7 +311,7 @@ def _decided(
         reason = f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
         return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
     if work.options.is_timed:
-        eager, ours = _timed(work, workpiece.opened, module, args, kwargs, written)
+        eager, ours = _timed(work, workpiece.opened, module, sizes)
         row = replace(row, eager=eager, ours=ours)
         if ours.ci_low_ns > eager.ci_high_ns:
             times = f"{units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}"
@@ -327,14 +327,13 @@ def _row_of(fusion: BuiltFusion) -> ShapeFusion:
     )
 
 
-def _timed(
-    work: _Shapes, opened: OpenCapture, module: torch.fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-    written: Written,
-) -> list[Timing]:  # fmt: skip
+def _timed(work: _Shapes, opened: OpenCapture, module: torch.fx.GraphModule, sizes: Sizes) -> list[Timing]:
     """Time the original call against the same call through dynamo's guards and the rewritten graph."""
     route, compiled = opened.region.route, opened.live.compiled
     assert route is not None
     assert compiled is not None
+    args, kwargs = work.call_at(sizes)  # a new one: a call that was made has moved its cache on, which dynamo would trace anew
+    written = opened.written_in(args, kwargs)
     before, route.forward = route.forward, module.forward
     try:
         return time_calls([work.original, compiled.call], args, kwargs, work.instruments, on_cuda=work.on_cuda, written=written)

@@ -13,7 +13,6 @@ from fusion_advisor.errors import NoStaticCache
 from fusion_advisor.runtime.call_tensors import copied
 from fusion_advisor.workload.static_cache import cache_name, filled_cache, why_no_cache
 
-
 _SHORT = 8
 """Tokens of a prompt that shows what ``generate`` passes."""
 

@@ -26,6 +26,7 @@ from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.rewrite.launch_count import tally_of
 from fusion_advisor.ir.program import Program
 from fusion_advisor.records import RenderedKernel, TensorMeta
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
 from fusion_advisor.verify.check_chain import layout_of
 
 _ROWS = Header(
@@ -86,7 +87,8 @@ def put_copy(graph: Graph, source: Node, made_for: str) -> Node:
         made_for: id of the rewrite that asks for it.
     """
     value = source.meta["val"]
-    copy = copy_for(layout_of(value))
+    # A kernel of ours is made for one layout. Where sizes are open it would have to be made in the middle of a call.
+    copy = None if symbolic_sizes.is_symbolic(value) else copy_for(layout_of(value))
     if copy is None:
         made = graph.call_function(torch.ops.aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
     else:

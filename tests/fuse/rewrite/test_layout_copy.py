@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.tracer import capture_regions
@@ -205,6 +207,15 @@ def test_which_language_copies_what(tensor, with_cuda, without):
 def test_a_cpu_keeps_its_own_copy():
     assert layout_copy.copy_for(layout_of(wide_rows(4, 13, 16, torch.bfloat16))) is None
     assert layout_copy.copy_for(layout_of(permuted(*PERMUTED[0], torch.bfloat16))) is None
+
+
+def test_open_sizes_are_copied_by_atens_op():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    rows = mode.from_tensor(torch.empty(7, 3), static_shapes=False).shape[0]
+    x = torch.fx.Graph().placeholder("x")
+    with mode:
+        x.meta["val"] = torch.empty_strided((rows, 50_257), (50_264, 1), device="cuda", dtype=torch.bfloat16)
+    assert layout_copy.put_copy(x.graph, x, "pad-gemm").target is torch.ops.aten.clone.default
 
 
 @needs_gpp
