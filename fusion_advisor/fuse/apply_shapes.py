@@ -32,7 +32,7 @@ from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Box, Piece
-from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls, with_room
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
 from fusion_advisor.fuse.shapes.time_calls import time_calls
@@ -252,7 +252,7 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     changes = change_layouts(opened, work.kept)
     assert work.options.shapes is not None
     names = [one.name for one in work.options.shapes.ranges]
-    asked = [dict(zip(names, point, strict=True)) for point in work.options.shape_points]
+    asked = [with_room(dict(zip(names, point, strict=True))) for point in work.options.shape_points]
     points = points_of(piece.box, most=_MOST_ELEMENTS["cuda" if work.on_cuda else "cpu"], asked=asked)
     workpiece = Workpiece(piece)
     rows, found = [], []

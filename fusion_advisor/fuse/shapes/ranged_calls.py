@@ -149,6 +149,11 @@ def _static_decode(loaded: LoadedWorkload, asked: Sequence[SizeRange]) -> list[R
     return [found] if sizes_of(call_tensors((), kwargs), dims) is not None else []
 
 
+def with_room(sizes: Sizes) -> Sizes:
+    """Return sizes with those of a static cache that holds as many tokens and takes one more."""
+    return {**sizes, ROOM: in_steps(sizes[CACHED] + 1)} if CACHED in sizes else sizes
+
+
 def _resize(owner: Any, then: Sizes, sizes: Sizes) -> None:
     """Let a cache's layer say its new sizes."""
     for name, size in (("max_cache_len", ROOM), ("batch_size", "batch"), ("max_batch_size", "batch")):

@@ -9,7 +9,7 @@ from fusion_advisor.capture.sizes.open_capture import capture_open, dim_size, si
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.shapes.call_sizes import resized
-from fusion_advisor.fuse.shapes.ranged_calls import ranged_calls
+from fusion_advisor.fuse.shapes.ranged_calls import ranged_calls, with_room
 from fusion_advisor.fuse.shapes.serve import ShapeTable
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.static_cache import cache_name
@@ -144,3 +144,9 @@ def test_a_window_that_is_counted_in_python_is_another_graph_at_each_step():
     (piece,) = calls["decode"].pieces(lambda _: pytest.fail("it is not captured"))
     assert piece.refusal == calls["decode"].refusal and piece.box == calls["decode"].ranges
     assert not calls["prefill"].refusal
+
+
+@pytest.mark.parametrize(("cached", "room"), [(1, 64), (63, 64), (64, 128), (200, 256)])
+def test_a_point_says_the_room_of_a_static_cache_too(cached, room):
+    assert with_room({"batch": 2, "cached": cached}) == {"batch": 2, "cached": cached, "room": room}
+    assert with_room({"batch": 2, "seq": 5}) == {"batch": 2, "seq": 5}
