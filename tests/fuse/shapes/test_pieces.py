@@ -29,13 +29,13 @@ def texts(found_pieces):
     return [", ".join(one.text for one in piece.box) for piece in found_pieces]
 
 
-def test_a_size_of_one_has_a_piece_of_its_own():
-    assert texts(found(lambda x: x)) == [
-        "batch=2..16, seq=2..100",
-        "batch=2..16, seq=1",
-        "batch=1, seq=2..100",
-        "batch=1, seq=1",
-    ]
+def test_a_size_of_one_is_in_the_piece_of_larger_ones():
+    assert texts(found(lambda x: x)) == ["batch=1..16, seq=1..100"]
+
+
+def test_a_size_of_one_has_a_piece_of_its_own_where_it_decides():
+    assert texts(found(lambda x: x.relu() if x.shape[0] == 1 else x)) == ["batch=2..16, seq=1..100", "batch=1, seq=1..100"]
+    assert texts(found(lambda x: x.relu() if x.shape[1] > 1 else x)) == ["batch=1..16, seq=2..100", "batch=1..16, seq=1"]
 
 
 def test_a_branch_splits_the_range_where_it_is():
