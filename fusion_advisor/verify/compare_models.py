@@ -13,6 +13,9 @@ from fusion_advisor.verify.accuracy import Error, error_of, is_inside, unit_of
 from fusion_advisor.verify.likeliest import agreement
 
 _MODEL_FACTOR = 1.5
+_FEW_FACTOR = 8.0
+_QUANTILE = 3.09
+"""Of the normal distribution: one in a thousand lies above."""
 _LEAST_LOGITS = 1000
 """Columns above which an output holds logits."""
 
@@ -50,7 +53,16 @@ class _Output:
         unit = unit_of(self.ours.dtype)
         if oracle_name == "eager":
             return self.between.rel_l2 / (8 * unit)
-        return self.ours_error.rel_l2 / max(_MODEL_FACTOR * self.theirs_error.rel_l2, unit)
+        return self.ours_error.rel_l2 / max(factor_for(self.ours.numel()) * self.theirs_error.rel_l2, unit)
+
+
+def factor_for(count: int) -> float:
+    """Return how many times eager's own error an output's may be: 1.5, and more where it has fewer than 60 numbers.
+
+    Both errors are of as many numbers as the output has. Half the logarithm of the ratio of two mean squares of n numbers each
+    is about normal with variance 1 / (n - 1) (Fisher's z): four numbers of equally exact models differ by 6 once in a thousand.
+    """
+    return min(_FEW_FACTOR, max(_MODEL_FACTOR, math.exp(_QUANTILE / math.sqrt(count - 1)))) if count > 1 else _FEW_FACTOR
 
 
 def check_model(
@@ -98,7 +110,7 @@ def check_model(
         eager_argmax_agreement=own_token,
         eager_top5_agreement=own_five,
         nonfinite_mismatches=mismatches,
-        limit=_limit(worst.ours.dtype, oracle_name, tolerance),
+        limit=_limit(worst.ours, oracle_name, tolerance),
         is_passed=_are_within(outputs, oracle_name, tolerance) and mismatches == 0,
     )
 
@@ -135,14 +147,16 @@ def _are_within(outputs: Sequence[_Output], oracle_name: str, tolerance: Toleran
     )
 
 
-def _limit(dtype: torch.dtype, oracle_name: str, tolerance: Tolerance | None) -> str:
+def _limit(worst: torch.Tensor, oracle_name: str, tolerance: Tolerance | None) -> str:
     """Say in words how far the worst output may be off."""
     if tolerance is not None:
         return str(tolerance)
     if oracle_name == "eager":
-        units = f"8 units in the last place of {str(dtype).removeprefix('torch.')}"
-        return f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit_of(dtype):.2g} ({units})"
-    return f"relative error against the oracle ≤ {_MODEL_FACTOR} × eager's own (or one unit in the last place)"
+        units = f"8 units in the last place of {str(worst.dtype).removeprefix('torch.')}"
+        return f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit_of(worst.dtype):.2g} ({units})"
+    factor = factor_for(worst.numel())
+    few = "" if factor == _MODEL_FACTOR else f"; {worst.numel()} numbers say little of it"
+    return f"relative error against the oracle ≤ {factor:.2g} × eager's own (or one unit in the last place{few})"
 
 
 def _of_other_shapes(names: Sequence[str], oracle_name: str) -> ModelCheck:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusion_advisor.records import Tolerance
-from fusion_advisor.verify.compare_models import check_model
+from fusion_advisor.verify.compare_models import check_model, factor_for
 
 LOGITS = torch.randn(2, 3, 1200, dtype=torch.float64)
 
@@ -88,3 +88,26 @@ def test_the_five_likeliest_tokens_may_come_in_any_order():
     assert (checked(other).argmax_agreement, checked(other).top5_agreement) == (1.0, 7 / 8)
     small = [("features", torch.ones(2, 8))]
     assert check_model(small, small, [("features", torch.ones(2, 8).double())], "float64 copy").top5_agreement is None
+
+
+@pytest.mark.parametrize("count", [4, 16, 60, 4096])
+def test_equally_exact_models_pass_whatever_the_number_of_outputs(count):
+    generator = torch.Generator().manual_seed(count)
+    ours, theirs = (torch.randn(4000, count, generator=generator).square().mean(1).sqrt() for _ in range(2))
+    assert (ours / theirs > factor_for(count)).float().mean() < 0.004
+    assert (1.05 * factor_for(count) * theirs > ours).float().mean() > 0.99
+
+
+def test_an_output_of_many_numbers_may_be_off_half_as_much_again():
+    assert factor_for(100) == factor_for(10**6) == 1.5
+    assert factor_for(1) == 8.0
+
+
+def test_a_few_numbers_pass_where_they_differ_by_chance_and_not_where_they_are_wrong():
+    truth = torch.tensor([[0.5, -0.25], [1.0, 2.0]], dtype=torch.float64)
+    theirs = (truth * (1 + 1.8e-7)).to(torch.float32)
+    near, wrong = ((truth * (1 + off)).to(torch.float32) for off in (4e-7, 1e-5))
+    for ours, is_right in ((near, True), (wrong, False)):
+        check = check_model([("logits", ours)], [("logits", theirs)], [("logits", truth)], "float64 copy")
+        assert check.is_passed == is_right
+    assert "4 numbers say little of it" in check.limit
