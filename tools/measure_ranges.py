@@ -2,10 +2,10 @@
 
 RUN_DIR is of ``fusion-advisor apply MODEL --shapes …``. Each stage runs in a process of its own and makes the same random calls:
 
-- ``serve``: the plan is loaded, every call is compared with the original ops and timed beside them; traces, compiled kernels and
-  calls of the original ops are counted.
+- ``serve`` loads the plan. It compares every call with the original ops and times both. It counts traces, compiled kernels and calls
+  of the original ops.
 - ``compile``: ``torch.compile(dynamic=True)`` in a mode (``--mode``).
-- ``exact``: ``apply`` for exactly the sizes of a call, each timed beside the plan of the ranges.
+- ``exact`` makes a plan for exactly the sizes of a call, and times it.
 - ``generate``: prompts of random lengths, tokens per second of eager, the plan and torch.compile with a static cache; where a
   token differs from eager's, how far apart the two are in eager's own scores.
 
@@ -171,7 +171,7 @@ class Compiles:
 
 
 def serve(loaded: LoadedWorkload, plan: SavedPlan, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
-    """Run every call through the plan, and beside the original ops."""
+    """Run every call through the plan and through the original ops."""
     weights, started = _held_bytes(), time.perf_counter()
     fused: FusedModel = apply(loaded.model, loaded.kwargs, plan=plan)
     yield {"what": "loaded", "seconds": time.perf_counter() - started, "weights_bytes": weights, "held_bytes": _held_bytes()}

@@ -332,7 +332,8 @@ def _timed(work: _Shapes, opened: OpenCapture, module: torch.fx.GraphModule, siz
     route, compiled = opened.region.route, opened.live.compiled
     assert route is not None
     assert compiled is not None
-    args, kwargs = work.call_at(sizes)  # a new one: a call that was made has moved its cache on, which dynamo would trace anew
+    # The call that was checked has moved its cache on. Dynamo would trace it again, so a new one is timed.
+    args, kwargs = work.call_at(sizes)
     written = opened.written_in(args, kwargs)
     before, route.forward = route.forward, module.forward
     try:

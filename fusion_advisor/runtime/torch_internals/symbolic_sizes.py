@@ -24,6 +24,7 @@ def ones_among_the_sizes() -> Iterator[None]:
     What a model or an op asks of it (a branch on a length of 1) is a guard then. What decides nothing but how a result is laid
     out is not asked.
     """
+    # torch installs `patch` on this module when it is imported, where mypy cannot see it.
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         yield
 
