@@ -2,8 +2,8 @@
 
 RUN_DIR is of ``fusion-advisor apply MODEL --shapes …``. Each stage runs in a process of its own and makes the same random calls:
 
-- ``serve`` loads the plan. It compares every call with the original ops and times both. It counts traces, compiled kernels and calls
-  of the original ops.
+- ``serve`` loads the plan. It compares every call with the original ops and times both. It counts traces, compiled kernels
+  and calls of the original ops.
 - ``compile``: ``torch.compile(dynamic=True)`` in a mode (``--mode``).
 - ``exact`` makes a plan for exactly the sizes of a call, and times it.
 - ``generate``: prompts of random lengths, tokens per second of eager, the plan and torch.compile with a static cache; where a
