@@ -1,8 +1,8 @@
-"""Run the zoo: ``python -m tools.zoo.run --to DIR [--tiny] [--layers N] [--dtype NAME] [NAME ...] [-- OPTIONS OF APPLY]``.
+"""Run the zoo: ``python -m tools.zoo.run --to DIR [--tiny] [--layers N] [--dtype NAME] [--gpus N] [NAME ...] [-- OPTIONS OF APPLY]``.
 
 Each workload is an ``apply`` in a process of its own, with compilers' caches of its own, and the zoo goes on after a crash or
-when one takes too long. A workload that DIR has a row for is not run again. At the end DIR has ``zoo.json``, ``zoo.md`` and
-``zoo.svg``.
+when one takes too long. With ``--gpus N`` N workloads run at a time, each on a GPU of its own. A workload that DIR has a row for
+is not run again. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,7 +34,7 @@ def command(name: str, folder: Path, options: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "fusion_advisor", "apply", factory, "-o", str(folder), *options]
 
 
-def run_one(name: str, to: Path, options: Sequence[str], environment: dict[str, str], limit_s: float) -> table.Row:
+def run_one(name: str, to: Path, options: Sequence[str], environment: Mapping[str, str], limit_s: float) -> table.Row:
     """Run one workload and return its row; what it printed is in its folder's ``printed.txt``."""
     folder, caches, started = to / name, to / "caches" / name, time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
@@ -51,6 +53,37 @@ def run_one(name: str, to: Path, options: Sequence[str], environment: dict[str, 
     return table.row_of(name, family_of(name), folder, code=code, seconds=time.monotonic() - started, last_words=words)
 
 
+def run_all(
+    names: Sequence[str], to: Path, options: Sequence[str], environment: Mapping[str, str], *, limit_s: float, gpus: int = 0
+) -> Iterator[table.Row]:
+    """Run workloads and yield each one's row as it ends.
+
+    Args:
+        names: of the workloads.
+        to: folder of all runs.
+        options: of ``apply``.
+        environment: of its processes.
+        limit_s: for one workload.
+        gpus: so many run at a time, each sees one GPU; 0: one at a time, which sees what there is.
+    """
+    free: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
+    for sees in [{"CUDA_VISIBLE_DEVICES": str(number)} for number in range(gpus)] or [{}]:
+        free.put(sees)
+
+    def run(name: str) -> table.Row:
+        sees = free.get()
+        try:
+            row = run_one(name, to, options, {**environment, **sees}, limit_s)
+        finally:
+            free.put(sees)
+        (to / name / "row.json").write_text(json.dumps(asdict(row), indent=1) + "\n", encoding="utf-8")
+        return row
+
+    with ThreadPoolExecutor(gpus or 1) as workers:
+        for done in as_completed([workers.submit(run, name) for name in names]):
+            yield done.result()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the workloads of the command line; returns how many failed."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -61,20 +94,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="widths for a CPU")
     parser.add_argument("--layers", type=int, default=0, help="at most so many layers; 0: all")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--gpus", type=int, default=0, help="so many workloads at a time, each on a GPU of its own")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one workload")
     asked = parser.parse_args(words[:split])
     if unknown := sorted(set(asked.names) - set(NAMES)):
         parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(NAMES)}")
     environment = {**os.environ, "ZOO_TINY": str(int(asked.tiny)), "ZOO_LAYERS": str(asked.layers), "ZOO_DTYPE": asked.dtype}
-    rows = []
-    for name in asked.names or NAMES:
-        kept = asked.to / name / "row.json"
-        if kept.is_file():
-            rows.append(table.Row(**json.loads(kept.read_text(encoding="utf-8"))))
-            continue
-        rows.append(run_one(name, asked.to, words[split + 1 :], environment, asked.limit))
-        kept.write_text(json.dumps(asdict(rows[-1]), indent=1) + "\n", encoding="utf-8")
-        print(table.line(rows[-1]), flush=True)
+    names = asked.names or NAMES
+    kept = [path for name in names if (path := asked.to / name / "row.json").is_file()]
+    rows = [table.Row(**json.loads(path.read_text(encoding="utf-8"))) for path in kept]
+    left = [name for name in names if name not in {row.name for row in rows}]
+    for row in run_all(left, asked.to, words[split + 1 :], environment, limit_s=asked.limit, gpus=asked.gpus):
+        rows.append(row)
+        print(table.line(row), flush=True)
         table.write(asked.to, rows)
     table.write(asked.to, rows)
     return sum(row.status not in table.ENDED_WELL for row in rows)

@@ -25,6 +25,7 @@ class Row:
         status: ``applied``, ``unchanged``, or how the run failed.
         seconds: the whole process.
         answer_s: from the loaded model to our result against eager, ahead of the other ways to run the step.
+        compile_s: first call of torch.compile's reduce-overhead, with empty caches, in the same run.
         eager_ms: the step in eager.
         ours_ms: the step as it is now.
         peer: name of the fastest other way to run the step.
@@ -44,6 +45,7 @@ class Row:
     status: str
     seconds: float
     answer_s: float = 0.0
+    compile_s: float = 0.0
     eager_ms: float = 0.0
     ours_ms: float = 0.0
     peer: str = ""
@@ -92,6 +94,7 @@ def _figures(report: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "status": "applied" if kept else "unchanged",
         "answer_s": round(report["answer_s"] or sum(seconds for _, seconds in report["durations_s"]), 1),
+        "compile_s": next((row["first_call_s"] for row in others if row["name"].endswith("reduce-overhead")), 0.0),
         "eager_ms": eager / 1e6,
         "ours_ms": ours / 1e6,
         "peer": best["name"] if best else "eager",
@@ -112,7 +115,7 @@ def line(row: Row) -> str:
         return f"{row.name}: {row.status}, {row.seconds:.0f} s. {row.detail}"
     return (
         f"{row.name}: {row.ours_ms:.2f} ms, {row.ratio:.2f} of {row.peer} ({row.peer_ms:.2f} ms); {row.kept} kept; "
-        f"answer after {row.answer_s:.0f} s"
+        f"answer after {row.answer_s:.0f} s, torch.compile's first call {row.compile_s:.0f} s"
     )
 
 
@@ -141,18 +144,18 @@ def summary(rows: Sequence[Row]) -> str:
 def markdown(rows: Sequence[Row]) -> str:
     """Return the table, the worst ratio first."""
     head = (
-        "| Workload | Family | Eager | Best other way | Ours | Ours / best | Chains before | Kept | Answer | Refused |\n"
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|---|\n"
+        "| Workload | Family | Eager | Best other way | Ours | Ours / best | Chains before | Kept | Answer | compile | Refused |\n"
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|\n"
     )
     body = []
     for row in sorted(rows, key=lambda row: -row.ratio):
         if row.status not in ENDED_WELL:
-            body.append(f"| {row.name} | {row.family} | | | **{row.status}** | | | | {row.seconds:.0f} s | |")
+            body.append(f"| {row.name} | {row.family} | | | **{row.status}** | | | | {row.seconds:.0f} s | | |")
             continue
         refused = ", ".join(f"{code} × {count}" for code, count in sorted((row.refused or {}).items()))
         body.append(
             f"| {row.name} | {row.family} | {row.eager_ms:.2f} ms | {row.peer_ms:.2f} ms ({row.peer}) | {row.ours_ms:.2f} ms "
-            f"| {row.ratio:.2f} | {row.chains_share:.0%} | {row.kept} | {row.answer_s:.0f} s | {refused} |"
+            f"| {row.ratio:.2f} | {row.chains_share:.0%} | {row.kept} | {row.answer_s:.0f} s | {row.compile_s:.0f} s | {refused} |"
         )
     return f"{summary(rows)}\n\n{head}" + "\n".join(body) + "\n"
 
