@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fusion_advisor.autotune.build_ahead import BuildAhead, Job
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.codegen.registry import backend as backend_named
@@ -93,6 +94,7 @@ def best_tuning(
     clock: Clock | None = None,
     build: Build | None = None,
     gpu: Gpu | None = None,
+    ahead: BuildAhead | None = None,
 ) -> Tuned:
     """Return the launch parameters for a kernel at one shape: from the store, or measured now.
 
@@ -108,21 +110,17 @@ def best_tuning(
         clock: of the device by default.
         build: makes a launcher for a tuning; renders and compiles by default.
         gpu: that of the device by default.
+        ahead: is waited for where it compiles this kernel.
     """
-    started = time.perf_counter_ns()
     device = torch.device(device)
-    language = descriptor(backend)
-    if not language.tile_parameters or device.type not in language.device_kinds or 0 in program.dims:
-        return Tuned(tuning=Tuning(), source="default")
     store = TuningStore() if store is None else store
     gpu = gpu or Gpu(device)
-    key = tuning_key(program, header.title, backend, gpu.name(), fast_math=fast_math, declared=declared)
-    stored = store.get(key)
-    if stored is not None:
-        return Tuned(tuning=stored, source="stored")
-    choices = candidates(program, backend, declared, limits=language.limits(device))
-    if len(choices) < 2:
-        return Tuned(tuning=Tuning(), source="default")
+    key, source, choices = _choices(program, declared, backend, gpu, device, title=header.title, fast_math=fast_math, store=store)
+    if ahead is not None:
+        ahead.wait(_jobs(program, header, backend, choices, fast_math=fast_math))
+    if source:
+        return Tuned(tuning=choices[0][0], source=source)
+    started = time.perf_counter_ns()
     with tempfile.TemporaryDirectory() as folder:
         make = build or _builder(program, header, backend, fast_math, Path(folder))
         built = _built(choices, make, started_ns=started, budget_s=budget_s)
@@ -137,6 +135,59 @@ def best_tuning(
         tried=tuple((text, ns) for _, text, ns in timed),
         tune_ns=time.perf_counter_ns() - started,
     )
+
+
+def jobs_of(
+    program: Program,
+    declared: Sequence[Tuning],
+    backend: str,
+    device: torch.device,
+    *,
+    header: Header,
+    fast_math: bool,
+    store: TuningStore | None = None,
+    gpu: Gpu | None = None,
+) -> tuple[Job, ...]:
+    """Return what :func:`best_tuning` will build, so that it can be compiled ahead.
+
+    Args:
+        program: as it will be given there.
+        declared: the same.
+        backend: the same.
+        device: the same.
+        header: the same.
+        fast_math: the same.
+        store: the user's file by default.
+        gpu: that of the device by default.
+    """
+    gpu, store = gpu or Gpu(device), TuningStore() if store is None else store
+    _, _, choices = _choices(program, declared, backend, gpu, device, title=header.title, fast_math=fast_math, store=store)
+    return _jobs(program, header, backend, choices, fast_math=fast_math)
+
+
+def _jobs(
+    program: Program, header: Header, backend: str, choices: Sequence[tuple[Tuning, str]], *, fast_math: bool
+) -> tuple[Job, ...]:
+    return tuple(
+        Job(program=program, header=header, backend=backend, tuning=tuning, fast_math=fast_math) for tuning, _ in choices
+    )
+
+
+def _choices(
+    program: Program, declared: Sequence[Tuning], backend: str, gpu: Gpu, device: torch.device,
+    *, title: str, fast_math: bool, store: TuningStore,
+) -> tuple[str, str, list[tuple[Tuning, str]]]:  # fmt: skip
+    """A tuning's key, where the tuning comes from if nothing is to be measured, and what there is to choose from."""
+    language = descriptor(backend)
+    own = [(Tuning(), "")]
+    if not language.tile_parameters or device.type not in language.device_kinds or 0 in program.dims:
+        return "", "default", own
+    key = tuning_key(program, title, backend, gpu.name(), fast_math=fast_math, declared=declared)
+    stored = store.get(key)
+    if stored is not None:
+        return key, "stored", [(stored, "")]
+    choices = candidates(program, backend, declared, limits=language.limits(device))
+    return (key, "", choices) if len(choices) > 1 else (key, "default", own)
 
 
 def _built(

@@ -7,11 +7,12 @@ handed to ``options.on_report`` (the CLI writes it to disk), so an interrupted r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
+from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.profile import profile_model
@@ -131,7 +132,9 @@ def _apply(
     """Profile and decide, with nothing remembered."""
     with (
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
+        ExitStack() as builds,
     ):  # fmt: skip
+        ahead = builds.enter_context(_building_ahead(loaded, progress))
         capture, live, plan = _profile(
             loaded, options, progress, clock, is_timed=options.is_timed, timer=instruments.timer,
             environment=environment,
@@ -143,8 +146,9 @@ def _apply(
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=instruments.timer)
         with clock.phase("fusions"):
             fusions, built = try_all(
-                bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))), instruments
+                bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))), instruments, ahead
             )
+            builds.close()
         if options.dry_run:
             return _dry_run(loaded, capture, bench, replace(report, fusions=tuple(fusions)), clock)
         with clock.phase("keep what pays"):
@@ -162,6 +166,14 @@ def _apply(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report, instruments=instruments, last=last,
         )  # fmt: skip
+
+
+def _building_ahead(loaded: LoadedWorkload, progress: Progress) -> AbstractContextManager[BuildAhead | None]:
+    """Return the processes that compile kernels for a GPU: they start while the model is profiled."""
+    if loaded.record.device == "cpu":
+        return nullcontext()
+    major, minor = torch.cuda.get_device_capability(torch.device(loaded.record.device))
+    return BuildAhead(10 * major + minor, warn=progress.warn)
 
 
 def _refuse_unready(loaded: LoadedWorkload) -> None:

@@ -81,6 +81,19 @@ class Backend:
         """
         raise NotImplementedError
 
+    def compile_ahead(self, program: Program, rendered: Rendered, arch: int) -> None:
+        """Leave in the compiler's cache on disk what binding a Program compiles, in a process that launches nothing itself.
+
+        Args:
+            program: decides the launch shape.
+            rendered: the kernel.
+            arch: compute capability, 80, 90 or 100.
+
+        Raises:
+            KernelBuildFailed: the compiler refuses it.
+        """
+        self.compile_for(program, rendered, arch)
+
     def file_text(self, rendered: Rendered, program: Program, layouts: Sequence[Layout | None], *, fast_math: bool) -> str:
         """Return the kernel's whole file: the kernel, then a launch, a reference, and a main program that checks and times it.
 

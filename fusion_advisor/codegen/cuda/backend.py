@@ -41,7 +41,7 @@ from fusion_advisor.codegen.common.interface import (
 )
 from fusion_advisor.codegen.common.printer import Unsupported
 from fusion_advisor.codegen.cuda.body import body, ordered
-from fusion_advisor.codegen.cuda.nvrtc import allow_shared_memory, compile_cubin, compile_loaded, device_shared_memory
+from fusion_advisor.codegen.cuda.nvrtc import allow_shared_memory, compile_cubin, compile_loaded, device_shared_memory, target_of
 from fusion_advisor.codegen.cuda.ops import SCALARS, CudaWriter, vector_width
 from fusion_advisor.codegen.cuda.shared_memory import (
     SharedMemory,
@@ -125,11 +125,7 @@ class CudaBackend:
         )
 
     def build(self, rendered: Rendered, path: Path) -> CudaKernel:
-        """Write the source to ``path`` and compile it for the current device, with the launch shape that the file names.
-
-        Raises:
-            KernelBuildFailed: NVRTC refuses it, or there is no cuda-core.
-        """
+        """Write the source to ``path``; machine code is made for each launch shape when a Program is bound."""
         write_atomic(path, rendered.file_text)  # a link that lies there is replaced, not followed
         return CudaKernel(rendered)
 
@@ -185,7 +181,6 @@ class CudaKernel:
         self._variants: dict[tuple[tuple[str, int], ...], Any] = {}
         self.build_ns = 0
         self.tuning = ""
-        self._variant({})
 
     def bind(self, program: Program, tuning: Tuning | None = None) -> Launcher:
         """Fix sizes, strides and grid.
@@ -277,7 +272,7 @@ def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None
         width = width or min(pack_width(plan, form)[0] for plan in plans)
         shared, opened = shared_memory_of(arch), rendered.open_arguments.names
         macros, _ = launch_shapes(plans, tuning, form=form, width=width, shared=shared, opened=opened)
-    return compile_cubin(rendered, f"sm_{arch}", macros, compiler=compiler)
+    return compile_cubin(rendered, target_of(rendered, arch), macros, compiler=compiler)
 
 
 def _entry_signature(program: Program, calls: Sequence[Call]) -> list[str]:

@@ -19,7 +19,8 @@ from fusion_advisor.codegen.gemm.problem import (
     refusal,
     token_tiles,
 )
-from fusion_advisor.codegen.triton.backend import TritonLauncher, compile_options, compile_source, has_cuda, load_source
+from fusion_advisor.codegen.triton.backend import compile_source, has_cuda, load_source
+from fusion_advisor.codegen.triton.direct_launch import TritonLauncher, compile_options
 
 
 class GemvTriton:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +42,7 @@ from fusion_advisor.codegen.common.interface import (
 )
 from fusion_advisor.codegen.common.printer import Unsupported
 from fusion_advisor.codegen.triton.body import looped, rows_stay_cached, straight
+from fusion_advisor.codegen.triton.direct_launch import TritonLauncher, compile_options, last_cause
 from fusion_advisor.codegen.triton.interpreted import for_interpreter, is_interpreted
 from fusion_advisor.codegen.triton.launch import Variant, launch_of, variant_of
 from fusion_advisor.codegen.triton.ops import TritonWriter
@@ -214,71 +215,6 @@ class TritonKernel:
         return len(found)
 
 
-class TritonLauncher:
-    """Launches the machine code directly: 5.6 µs a call on an H200's host against 8.1 µs through ``kernel[grid]``.
-
-    The code was compiled for 16-byte aligned tensors on one device; any other call takes Triton's
-    own road, which specialises again.
-
-    Args:
-        kernel: Triton's.
-        dtypes: of the tensors.
-        scalars: arguments after the tensors, constexpr ones too.
-        programs: size of the grid.
-        options: of :func:`compile_options`.
-        entry: the kernel's name.
-
-    Raises:
-        KernelBuildFailed: Triton refuses the kernel.
-    """
-
-    def __init__(
-        self, kernel: Any, dtypes: Sequence[str], scalars: Sequence[Any], programs: int, options: dict[str, int], entry: str
-    ) -> None:
-        import torch
-
-        self._scalars = tuple(scalars)
-        self._options = options
-        self._grid = (programs, 1, 1)
-        self._kernel = kernel
-        self._device = torch.cuda.current_device()
-        self._current_device: Callable[[], int] = torch.cuda.current_device
-        self._on_device = torch.cuda.device
-        try:
-            kinds = [getattr(torch, dtype) for dtype in dtypes]
-            compiled = kernel.warmup(*kinds, *self._scalars, grid=self._grid, **options)
-        except Exception as error:
-            raise KernelBuildFailed(kernel=entry, target=f"cuda:{self._device}", cause=_last_cause(error)) from error
-        self._run = compiled[self._grid] if hasattr(compiled, "__getitem__") else None
-
-    def __call__(self, *tensors: Any) -> None:
-        """Launch on the current stream of the tensors' device."""
-        device, low_bits = tensors[0].get_device(), 0
-        if device != self._current_device():
-            with self._on_device(device):
-                self(*tensors)
-            return
-        for tensor in tensors:
-            low_bits |= tensor.data_ptr()
-        if self._run is not None and not low_bits & 15 and device == self._device:
-            self._run(*tensors, *self._scalars)
-        else:
-            self._kernel[self._grid](*tensors, *self._scalars, **self._options)
-
-
-def compile_options(num_warps: int, *, asserts: bool = False, is_exact: bool = False) -> dict[str, int]:
-    """Return the options that every kernel is compiled with.
-
-    Triton drops assertions unless it is asked for debugging, and asked for it checks sums of integers for overflow as well.
-
-    Fused multiply-adds are asked for by name: kernels are checked and timed with them, and Triton 3.10 leaves them out unless
-    asked (3.9 warns of it). It is what Triton up to 3.9 does of itself, and what nvcc does. An exact kernel has none: eager
-    rounds each product.
-    """
-    debug = {"debug": True, "sanitize_overflow": False} if asserts else {}
-    return {"num_warps": num_warps, "enable_fp_fusion": not is_exact} | debug
-
-
 def compile_for(program: Program, rendered: Rendered, target: int) -> bytes:
     """Compile a kernel for a GPU that need not be here; returns the cubin. See :func:`assembly_for`."""
     return bytes(assembly_for(program, rendered, target)["cubin"])
@@ -336,7 +272,7 @@ def compile_source(
             source = ASTSource(kernel, signature, known, attributes)
             compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         except Exception as error:
-            raise KernelBuildFailed(kernel=rendered.entry, target=f"sm_{target}", cause=_last_cause(error)) from error
+            raise KernelBuildFailed(kernel=rendered.entry, target=f"sm_{target}", cause=last_cause(error)) from error
     return compiled.asm  # type: ignore[no-any-return]
 
 
@@ -380,15 +316,5 @@ def load_source(rendered: Rendered, path: Path) -> ModuleType:
         # gave away may hold one.
         exec(compile(rendered.source, str(path), "exec"), vars(module))
     except Exception as error:
-        raise KernelBuildFailed(kernel=rendered.entry, target="triton", cause=_last_cause(error)) from error
+        raise KernelBuildFailed(kernel=rendered.entry, target="triton", cause=last_cause(error)) from error
     return module
-
-
-def _last_cause(error: BaseException) -> str:
-    """The last line of the innermost error: Triton wraps one traceback per inlined function."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
-    with contextlib.suppress(IndexError):
-        return f"{type(error).__name__}: {lines[-1][:200]}"
-    return type(error).__name__

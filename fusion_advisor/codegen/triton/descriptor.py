@@ -47,6 +47,12 @@ class Triton(Backend):
 
         return compile_for(program, rendered, arch)
 
+    def compile_ahead(self, program: Program, rendered: Rendered, arch: int) -> None:
+        """Compile under the key of a launch, which a compilation without a device does not have."""
+        from fusion_advisor.codegen.triton.ahead import compile_ahead
+
+        compile_ahead(program, rendered, arch)
+
     def file_text(self, rendered: Rendered, program: Program, layouts: Sequence[Layout | None], *, fast_math: bool) -> str:
         """Return a file that needs torch and Triton."""
         from fusion_advisor.codegen.triton.launcher import with_launcher

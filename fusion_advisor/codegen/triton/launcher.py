@@ -9,7 +9,7 @@ from fusion_advisor.codegen.common.horizontal_fusion import MULTIPLE, Call, call
 from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.site import Layout, SiteTensor, tensors_of
 from fusion_advisor.codegen.common.value_names import ValueNames
-from fusion_advisor.codegen.triton.backend import compile_options
+from fusion_advisor.codegen.triton.direct_launch import compile_options
 from fusion_advisor.codegen.triton.launch import launch_of
 from fusion_advisor.codegen.triton.reference import torch_reference
 from fusion_advisor.codegen.triton.signature import aligned_names, open_names

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.capture.graph.fx_nodes import source_path
@@ -56,6 +57,7 @@ def try_fusion(
     is_timed: bool = True,
     log: Callable[[str], None] = lambda _: None,
     compare: Callable[..., tuple[Timing, Timing]] = compare_alone,
+    ahead: BuildAhead | None = None,
 ) -> Trial:
     """Render, build, check and time one fusion.
 
@@ -71,12 +73,15 @@ def try_fusion(
         is_timed: time it too; a saved plan was timed when it was made.
         log: gets a compiler's full words.
         compare: times the original ops against the kernel.
+        ahead: compiles kernels, and is waited for.
     """
     base = untried(planned)
     chain, roots = bench.first_site(planned)
     try:
         layouts = _operand_layouts(bench, planned, roots, chain.in_place)
-        made = _made(planned, roots[0].device, layouts, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, log=log)
+        made = _made(
+            planned, roots[0].device, layouts, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, log=log, ahead=ahead
+        )
         base = replace(base, rendered=(made.kernel,))
         inputs = [check_chain.layout_of(root) for root in roots]
         outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
@@ -149,12 +154,13 @@ def _made(
     fast_math: bool,
     kernel_dir: Path,
     log: Callable[[str], None],
+    ahead: BuildAhead | None,
 ) -> _Made:
     """Tune, render and build a fusion's kernel."""
     maker = backend_named(backend)
     store = TuningStore(warn=log)
     tuned = best_tuning(
-        planned.program, planned.tunables, backend, device, header=planned.header, fast_math=fast_math, store=store
+        planned.program, planned.tunables, backend, device, header=planned.header, fast_math=fast_math, store=store, ahead=ahead
     )
     rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
     rendered = with_launcher(rendered, planned.program, tensors=layouts, fast_math=fast_math)

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from fusion_advisor import units
-from fusion_advisor.autotune.tune import MUST_GAIN
+from fusion_advisor.autotune.build_ahead import BuildAhead
+from fusion_advisor.autotune.tune import MUST_GAIN, jobs_of
 from fusion_advisor.codegen.common.descriptor import Backend
 from fusion_advisor.codegen.registry import backends_for
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
@@ -34,6 +35,7 @@ def try_all(
     progress: Progress,
     so_far: Callable[[list[Fusion]], None],
     instruments: Instruments = MEASURED,
+    ahead: BuildAhead | None = None,
 ) -> tuple[list[Fusion], list[BuiltFusion]]:
     """Try every planned fusion by itself.
 
@@ -45,6 +47,7 @@ def try_all(
         progress: gets a line about each.
         so_far: given all fusions tried, after each.
         instruments: time each kernel against the ops that it replaces.
+        ahead: compiles all kernels from the start.
 
     Returns:
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
@@ -53,6 +56,8 @@ def try_all(
         KernelFaulted: a kernel faulted on a GPU, where nothing can run any more; ``so_far`` has its row by then.
     """
     bench.observe(plan.fusions)
+    if ahead is not None:
+        _submit(ahead, bench, plan, options)
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
     with kernel_dir_of(options) as kernel_dir:
@@ -73,6 +78,7 @@ def try_all(
                         is_timed=options.is_timed and not options.dry_run,
                         log=progress.note,
                         compare=instruments.compare_alone,
+                        ahead=ahead,
                     )
                     for backend in backends
                 ]
@@ -87,6 +93,17 @@ def try_all(
                 built.append(trial.built)
             so_far(fusions)
     return fusions, built
+
+
+def _submit(ahead: BuildAhead, bench: Bench, plan: Plan, options: ApplyOptions) -> None:
+    """Have every launch shape that will be tried compiled, in the order of trying."""
+    for planned in plan.fusions:
+        _, roots = bench.first_site(planned)
+        for backend in backends_of(options.backend, planned.program, on_cuda=bench.on_cuda):
+            jobs = jobs_of(
+                planned.program, planned.tunables, backend, roots[0].device, header=planned.header, fast_math=options.fast_math
+            )
+            ahead.submit(jobs)
 
 
 def _tell_failures(planned: PlannedFusion, trials: Sequence[Trial], backends: Sequence[str], say: Callable[[str], None]) -> None:

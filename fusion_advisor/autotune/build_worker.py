@@ -1,0 +1,70 @@
+"""The program that compiles kernels for another process: ``python -m fusion_advisor.autotune.build_worker FILE ARCH COUNT``.
+
+It takes numbered jobs from the connection behind a file descriptor and answers with each number once its job is done. It ends
+with the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import Connection
+
+from fusion_advisor.autotune.build_ahead import Job
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.codegen.registry import descriptor
+
+_log = logging.getLogger(__name__)
+_NICE = 5
+"""The process that times kernels goes first."""
+
+
+def compile_job(job: Job, arch: int) -> None:
+    """Render a kernel and compile it into the compilers' caches.
+
+    Args:
+        job: the kernel.
+        arch: compute capability.
+    """
+    language = descriptor(job.backend)
+    try:
+        rendered = language.maker().render(job.program, job.header, tuning=job.tuning, fast_math=job.fast_math)
+        language.compile_ahead(job.program, rendered, arch)
+    except KernelBuildFailed as failure:  # said where the kernel is used
+        _log.debug("%s", failure)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve jobs until the connection ends.
+
+    Args:
+        arguments: file descriptor, compute capability, number of processes.
+    """
+    number, arch, count = map(int, arguments)
+    import torch  # noqa: F401 - once, ahead of the forks
+    import triton.compiler  # noqa: F401
+
+    os.nice(_NICE)
+    connection, lock = Connection(number), threading.Lock()
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("fork")) as pool:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                job_number, job = connection.recv()
+
+                def answer(_: Future[None], job_number: int = job_number) -> None:
+                    with lock, contextlib.suppress(OSError):
+                        connection.send(job_number)
+
+                pool.submit(compile_job, job, arch).add_done_callback(answer)
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # nobody waits for what is still compiled
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

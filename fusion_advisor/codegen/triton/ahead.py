@@ -1,0 +1,76 @@
+"""Compiling a kernel without its GPU: Triton keeps the machine code on disk, where a process that binds the kernel finds it.
+
+The road is that of a launch, so that the key under which Triton keeps the code is the launch's own in every version of it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusion_advisor.codegen.common.horizontal_fusion import calls_of
+from fusion_advisor.codegen.common.interface import Rendered
+from fusion_advisor.codegen.triton.backend import load_source
+from fusion_advisor.codegen.triton.direct_launch import compile_options, warmed
+from fusion_advisor.codegen.triton.launch import launch_of
+from fusion_advisor.ir.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOnly:
+    """What Triton asks of a driver ahead of a compilation.
+
+    Attributes:
+        arch: compute capability, such as 90.
+    """
+
+    arch: int
+
+    def get_current_target(self) -> Any:
+        """Return what is compiled for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        """Return a number under which Triton keeps kernels in this process."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Return a number that nothing uses.
+
+        Args:
+            device: any.
+        """
+        del device
+        return 0
+
+
+def compile_ahead(program: Program, rendered: Rendered, arch: int) -> None:
+    """Leave the machine code that binding a Program takes in Triton's cache on disk.
+
+    This process can launch no kernel of Triton afterwards: its driver has no device.
+
+    Args:
+        program: a Program with the layout key that was rendered.
+        rendered: the kernel.
+        arch: compute capability, such as 90.
+
+    Raises:
+        KernelBuildFailed: Triton refuses it.
+    """
+    from triton.runtime import driver
+
+    driver.set_active(TargetOnly(arch))
+    calls = calls_of(program, flatten_rows=False)
+    if all(call.plan.is_empty for call in calls):
+        return
+    shape, integers = launch_of(calls, rendered)
+    dtypes = [operand.dtype for operand in program.operands]
+    options = compile_options(shape.num_warps, asserts=rendered.has_asserts, is_exact=program.is_exact)
+    scalars = (*(value for _, value in integers), *shape.constants.values())
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = getattr(load_source(rendered, Path(folder) / f"{rendered.entry}.py"), rendered.entry)
+        warmed(kernel, dtypes, scalars, shape.programs, options, entry=rendered.entry, target=f"sm_{arch}")
