@@ -1,9 +1,10 @@
-"""Two forms that mean the same in a captured graph, of which chains can only be found in one.
+"""Forms that mean the same in a captured graph, of which chains and layouts can only be found in one.
 
 - **In-place ops.** ``scores += bias`` writes to a value that the graph made itself. Where nobody reads that memory afterwards
   except by way of the op's own result, the op that makes a new tensor gives the same numbers, and can be fused with its readers.
 - **Numbers in tensors of the host.** ``x / torch.sqrt(torch.tensor(64.0))`` divides by a tensor of one number, which no kernel on
   a GPU can read. Torch itself takes such a tensor as a number; where code spells it out, the graph gets the number.
+- **Padding by name.** ``conv2d(x, weight, padding="same")`` is another op than the one with numbers, and calls it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,43 @@ def put_numbers_in(graph_module: GraphModule) -> int:
             node.args = before
     if changed:
         graph_module.graph.eliminate_dead_code()
+        graph_module.recompile()
+    return changed
+
+
+_PADDED_BY_NAME = {
+    torch.ops.aten.conv1d.padding: torch.ops.aten.conv1d.default,
+    torch.ops.aten.conv2d.padding: torch.ops.aten.conv2d.default,
+    torch.ops.aten.conv3d.padding: torch.ops.aten.conv3d.default,
+}
+
+
+def pad_by_numbers(graph_module: GraphModule) -> int:
+    """Give convolutions whose padding has a name the numbers that it stands for; returns how many.
+
+    An even window's ``same`` puts more on one side than on the other, which no numbers say; such a convolution stays.
+    """
+    changed = 0
+    for node in graph_module.graph.nodes:
+        if node.target not in _PADDED_BY_NAME or not all("val" in source.meta for source in node.all_input_nodes):
+            continue
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        window = given["weight"].meta["val"].shape[2:]
+        name, stride, dilation = (given.get(name) for name in ("padding", "stride", "dilation"))
+        stride, dilation = ([1] * len(window) if one is None else one for one in (stride, dilation))
+        each = dilation if len(dilation) == len(window) else [*dilation] * len(window)
+        around = [by * (int(size) - 1) for by, size in zip(each, window, strict=True)]
+        if name == "same" and any(total % 2 for total in around):
+            continue
+        padding = [total // 2 if name == "same" else 0 for total in around]
+        node.target = _PADDED_BY_NAME[node.target]
+        node.args = (
+            given["input"], given["weight"], given.get("bias"), stride, padding, dilation, given.get("groups", 1),
+        )  # fmt: skip
+        node.kwargs = {}
+        changed += 1
+    if changed:
         graph_module.recompile()
     return changed
 

@@ -49,9 +49,12 @@ def written_storages(node: Node) -> list[int]:
 
 def is_idle_dropout(node: Node) -> bool:
     """Whether a node is a dropout that drops nothing."""
-    if node.target is not torch.ops.aten.dropout.default:
-        return False
-    given = dict(zip(("input", "p", "train"), node.args, strict=False)) | node.kwargs
+    return node.target is torch.ops.aten.dropout.default and drops_nothing(node)
+
+
+def drops_nothing(dropout: Node) -> bool:
+    """Whether a dropout, in place or not, returns its input as it is."""
+    given = dict(zip(("input", "p", "train"), dropout.args, strict=False)) | dropout.kwargs
     return not (given["train"] and given["p"])
 
 

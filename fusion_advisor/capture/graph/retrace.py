@@ -12,8 +12,15 @@ from fusion_advisor.capture.graph.channels_last import lay_channels_last
 from fusion_advisor.capture.graph.contiguous_rows import lay_rows_out
 from fusion_advisor.capture.graph.dedupe import retrace_distinct
 from fusion_advisor.capture.graph.func_transforms import without_transforms
-from fusion_advisor.capture.graph.functional_form import put_numbers_in, write_out_of_place
-from fusion_advisor.capture.graph.fx_nodes import is_idle_dropout, source_of, storages, tensors_of, written_storages
+from fusion_advisor.capture.graph.functional_form import pad_by_numbers, put_numbers_in, write_out_of_place
+from fusion_advisor.capture.graph.fx_nodes import (
+    drops_nothing,
+    is_idle_dropout,
+    source_of,
+    storages,
+    tensors_of,
+    written_storages,
+)
 from fusion_advisor.capture.graph.outer_product import multiply_outer_products
 from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, split_bias
 from fusion_advisor.runtime.torch_internals import aten_ops, dynamo, fake_mode, fx_trace, symbolic_sizes
@@ -40,6 +47,7 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     _change_no_layout_in_place(traced)
     multiply_outer_products(traced)
     put_numbers_in(traced)
+    pad_by_numbers(traced)
     write_out_of_place(traced)
     if not any(symbolic_sizes.is_symbolic(value) for value in dynamo.placeholder_values(graph_module)):  # they compare sizes
         lay_rows_out(traced)
@@ -92,11 +100,13 @@ def let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
     """Give a dropout that drops nothing its input's fake tensor, and recompute ops that used its own tensor or its strides.
 
     Eager returns the input itself, so what is written to the one is written to the other. Torch's fake result is a copy, and
-    without the gaps that the input's strides may have.
+    without the gaps that the input's strides may have. One in place writes nothing either: it is the same op.
     """
     left: set[int] = set()
     relaid: set[Node] = set()
     for node in graph_module.graph.nodes:
+        if node.target is _aten.dropout_.default and drops_nothing(node):
+            node.target = _aten.dropout.default
         before = tensors_of(node.meta.get("val"))
         if node.op != "call_function" or not before:
             continue

@@ -79,13 +79,10 @@ def try_fusion(
     chain, roots = bench.first_site(planned)
     try:
         layouts = _operand_layouts(bench, planned, roots, chain.in_place)
-        made = _made(
-            planned, roots[0].device, layouts, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, log=log, ahead=ahead
-        )
+        made = _made(planned, roots[0].device, layouts, backend, kernel_dir, fast_math=fast_math, log=log, ahead=ahead)
         base = replace(base, rendered=(made.kernel,))
-        inputs = [check_chain.layout_of(root) for root in roots]
+        inputs, name, launch = [check_chain.layout_of(root) for root in roots], made.kernel.name, made.launch
         outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
-        name, launch = made.kernel.name, made.launch
         call_in_child(made.built, planned.program, roots, inputs, outputs, in_place=chain.in_place)
         call = fused_call(name, launch, inputs, outputs, in_place=chain.in_place)
         checked = fused_call(name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
@@ -98,8 +95,8 @@ def try_fusion(
         numerics = replace(numerics, differs_by=why_bits_differ(planned.program))
     base = replace(base, numerics=numerics)
     if not numerics.is_passed:
-        reason = check_chain.why_wrong(numerics, tolerance)
-        return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=reason), built=None)
+        wrong = replace(base, status=Status.WRONG_NUMBERS, reason=check_chain.why_wrong(numerics, tolerance))
+        return Trial(fusion=wrong, built=None)
     if is_timed:
         with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
             pair = functools.partial(compare, lambda: chain.run(roots), lambda: call(*roots), timer=bench.timer)
@@ -149,10 +146,10 @@ def _made(
     planned: PlannedFusion,
     device: torch.device,
     layouts: Sequence[TensorMeta | None],
-    *,
     backend: str,
-    fast_math: bool,
     kernel_dir: Path,
+    *,
+    fast_math: bool,
     log: Callable[[str], None],
     ahead: BuildAhead | None,
 ) -> _Made:

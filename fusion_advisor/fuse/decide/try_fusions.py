@@ -65,23 +65,7 @@ def try_all(
             progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
             backends = backends_of(options.backend, planned.program, on_cuda=bench.on_cuda)
             try:
-                trials = [
-                    try_fusion(
-                        bench,
-                        planned,
-                        backend=backend,
-                        fast_math=options.fast_math,
-                        tolerance=options.tolerance,
-                        kernel_dir=kernel_dir,
-                        seed=number,
-                        with_nvtx=options.nvtx,
-                        is_timed=options.is_timed and not options.dry_run,
-                        log=progress.note,
-                        compare=instruments.compare_alone,
-                        ahead=ahead,
-                    )
-                    for backend in backends
-                ]
+                trials = _trials(bench, planned, backends, options, kernel_dir, number, progress, instruments, ahead)
             except torch.AcceleratorError as error:
                 fault = fault_of(planned.match.kernel, error)
                 so_far([*fusions, replace(untried(planned), status=Status.BUILD_FAILED, reason=str(fault))])
@@ -93,6 +77,30 @@ def try_all(
                 built.append(trial.built)
             so_far(fusions)
     return fusions, built
+
+
+def _trials(
+    bench: Bench, planned: PlannedFusion, backends: Sequence[str], options: ApplyOptions, kernel_dir: Path, seed: int,
+    progress: Progress, instruments: Instruments, ahead: BuildAhead | None,
+) -> list[Trial]:  # fmt: skip
+    """Try one fusion in each language."""
+    return [
+        try_fusion(
+            bench,
+            planned,
+            backend=backend,
+            fast_math=options.fast_math,
+            tolerance=options.tolerance,
+            kernel_dir=kernel_dir,
+            seed=seed,
+            with_nvtx=options.nvtx,
+            is_timed=options.is_timed and not options.dry_run,
+            log=progress.note,
+            compare=instruments.compare_alone,
+            ahead=ahead,
+        )
+        for backend in backends
+    ]
 
 
 def _submit(ahead: BuildAhead, bench: Bench, plan: Plan, options: ApplyOptions) -> None:

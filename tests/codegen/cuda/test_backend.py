@@ -350,7 +350,7 @@ def test_bad_source_is_a_build_failure_with_a_short_cause(compiler):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine with no CUDA device")
 def test_building_without_a_device_says_so(tmp_path):
     with pytest.raises(KernelBuildFailed, match="no CUDA device"):
-        CudaBackend().build(render(p.gelu_tanh()), tmp_path / "k.cu")
+        CudaBackend().build(render(p.gelu_tanh()), tmp_path / "k.cu").bind(p.gelu_tanh())
 
 
 @pytest.mark.gpu
