@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref
-from fusion_advisor.records.op_facts import reads_by_number
+from fusion_advisor.records.op_facts import reads_by_number, resamples
 
 
 def references(argument: Arg) -> Iterable[int]:
@@ -35,13 +35,13 @@ def depends_on_inputs(ops: Sequence[OpNode]) -> list[bool]:
 
 
 def is_candidate(op: OpNode) -> bool:
-    """Whether an op may stand in a chain: arithmetic, reductions, ``cat`` and ``stack`` (choices by index), reads by number.
+    """Whether an op may stand in a chain: arithmetic, reductions, ``cat`` and ``stack`` (choices by index), reads by position.
 
     Nothing that writes in place.
     """
     arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION)
-    arithmetic = arithmetic or op.target.startswith(("aten.cat.", "aten.stack.")) or reads_by_number(op.target)
-    return arithmetic and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
+    moves = op.target.startswith(("aten.cat.", "aten.stack.")) or reads_by_number(op.target) or resamples(op.target)
+    return (arithmetic or moves) and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
 
 
 def writes_by_number(op: OpNode) -> bool:

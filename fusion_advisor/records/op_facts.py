@@ -16,6 +16,11 @@ ITEM_BYTES: Mapping[str, int] = {
 ROWS_OPERAND: Mapping[str, int] = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0}
 """Ops that read a tensor where another tensor says, and that tensor's position. They move what they return, not all of it."""
 
+RESAMPLES = frozenset(
+    ["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"]
+)
+"""Ops that read images at another resolution, each result from one to four neighbours."""
+
 PRODUCT_OPERANDS: Mapping[str, tuple[int, ...]] = {"linear": (0, 1, 2), "mm": (0, 1), "addmm": (1, 2, 0)}
 """Matrix products of a matrix that a model computes: positions of that matrix, of the weight, and of the bias if there is one."""
 
@@ -34,6 +39,11 @@ def item_bytes(dtype: str) -> int:
 def overload_free(target: str) -> str:
     """Return ``mul_`` for ``aten.mul_.Tensor``: the name without namespace and overload, in-place ops with their underscore."""
     return target.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
+
+
+def resamples(target: str) -> bool:
+    """Whether an ATen op, named with its namespace, reads images at another resolution."""
+    return target.startswith("aten.") and overload_free(target) in RESAMPLES
 
 
 def reads_by_number(target: str) -> bool:

@@ -152,6 +152,10 @@ _MEMORY = frozenset(
         "_index_put_impl_",
         "upsample_bicubic2d",
         "upsample_bilinear2d",
+        "upsample_linear1d",
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
         "im2col",
     ]
 )
