@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref
-from fusion_advisor.records.op_facts import reads_by_number, resamples
+from fusion_advisor.records.op_facts import reads_by_number, reads_elsewhere
 
 
 def references(argument: Arg) -> Iterable[int]:
@@ -40,7 +40,8 @@ def is_candidate(op: OpNode) -> bool:
     Nothing that writes in place.
     """
     arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION)
-    moves = op.target.startswith(("aten.cat.", "aten.stack.")) or reads_by_number(op.target) or resamples(op.target)
+    is_choice = op.target.startswith(("aten.cat.", "aten.stack."))
+    moves = is_choice or reads_by_number(op.target) or reads_elsewhere(op.target)
     return (arithmetic or moves) and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
 
 

@@ -21,6 +21,9 @@ RESAMPLES = frozenset(
 )
 """Ops that read images at another resolution, each result from one to four neighbours."""
 
+SHIFTS = frozenset(["constant_pad_nd", "pad", "roll"])
+"""Ops that return their argument's elements at other positions, and numbers where there are none."""
+
 PRODUCT_OPERANDS: Mapping[str, tuple[int, ...]] = {"linear": (0, 1, 2), "mm": (0, 1), "addmm": (1, 2, 0)}
 """Matrix products of a matrix that a model computes: positions of that matrix, of the weight, and of the bias if there is one."""
 
@@ -41,9 +44,9 @@ def overload_free(target: str) -> str:
     return target.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
 
 
-def resamples(target: str) -> bool:
-    """Whether an ATen op, named with its namespace, reads images at another resolution."""
-    return target.startswith("aten.") and overload_free(target) in RESAMPLES
+def reads_elsewhere(target: str) -> bool:
+    """Whether an ATen op, named with its namespace, reads an argument at positions that follow from the result's."""
+    return target.startswith("aten.") and overload_free(target) in RESAMPLES | SHIFTS
 
 
 def reads_by_number(target: str) -> bool:

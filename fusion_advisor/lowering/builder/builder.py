@@ -240,9 +240,27 @@ class Lowering(Values):
             Value(
                 op="load", operand=root, strides=tuple(strides.get(variable, 0) for variable in range(len(self.nest.extents))),
                 args=tuple(number for number, _ in address.gathered), steps=tuple(step for _, step in address.gathered),
-                offset=address.shift, guard=self._guard, dtype=compute_dtype(meta.dtype),
+                offset=address.shift, guard=self._guard_of(address, where, meta.shape), dtype=compute_dtype(meta.dtype),
             )
         )  # fmt: skip
+
+    def _guard_of(self, address: Place, where: Index, shape: Sequence[int]) -> int | None:
+        """The guard that a load needs: none where it reads inside its tensor whatever the loops are at that decide on the guard.
+
+        A channel's weight is then read once for all rows of a padded image, not once more for each.
+        """
+        if self._guard is None or address.gathered:
+            return self._guard
+        ranges = [(*self.range_of(place), size) for place, size in zip(where, shape, strict=True) if size != 1]
+        deciding, waiting = set[int](), [self._guard]
+        while waiting:
+            value = self.values[waiting.pop()]
+            if value.op in ("load", "inside"):
+                return self._guard
+            deciding |= {value.dim} if value.op == "index" else set()
+            waiting += value.args
+        is_apart = deciding.isdisjoint(variable for variable, step in address.terms if step)
+        return None if is_apart and all(low >= 0 and high < size for low, high, size in ranges) else self._guard
 
     def _inside(self, index: int, where: Index) -> int:
         op = self.op(index)

@@ -1,7 +1,7 @@
 """Images read at other resolutions: nearest neighbours, and linear interpolation between two or four of them.
 
-Positions are computed as torch's CUDA kernels compute them (``aten/src/ATen/native/cuda/UpSample.cuh``), in fp32 and for doubles in
-fp64, so that the same neighbours are read. torch's kernel for channels-last images takes 1.40 of 4.4 ms of a SegFormer-B2 step
+Positions are computed as torch's CUDA kernels compute them (``aten/src/ATen/native/cuda/UpSample.cuh``): in fp32, and for doubles
+in fp64, so that the same neighbours are read. torch's kernel for channels-last images takes 1.40 of 4.4 ms of a SegFormer-B2 step
 (bf16, 4 images of 512 pixels a side, H200) for three maps that a copy would write in 0.1 ms.
 """
 
@@ -126,7 +126,9 @@ def _neighbours(
         step = (axis.before - 1) / (axis.after - 1) if axis.after > 1 else 0.0
         position = lowering.make("mul", at, _number(lowering, step, dtype), dtype=dtype)
     else:
-        middle = lowering.make("mul", lowering.make("add", at, half, dtype=dtype), _number(lowering, axis.step, dtype), dtype=dtype)
+        middle = lowering.make(
+            "mul", lowering.make("add", at, half, dtype=dtype), _number(lowering, axis.step, dtype), dtype=dtype
+        )
         position = lowering.make("sub", middle, half, dtype=dtype)
         position = lowering.make("maximum", position, _number(lowering, 0.0, dtype), dtype=dtype)
     floor = lowering.make("floor", position, dtype=dtype)

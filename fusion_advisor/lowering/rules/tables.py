@@ -14,6 +14,7 @@ from fusion_advisor.lowering.rules.pointwise import POINTWISE
 from fusion_advisor.lowering.rules.reduction import SPECIAL as _ROWS
 from fusion_advisor.lowering.rules.resample import RESAMPLED
 from fusion_advisor.lowering.rules.scatter import rows_of, scattered, written_shape
+from fusion_advisor.lowering.rules.shift import SHIFTED
 from fusion_advisor.lowering.rules.view import RESHAPES, VIEWS, piece_rule, repeat_rule
 
 __all__ = [
@@ -21,7 +22,7 @@ __all__ = [
     "compute_dtype", "piece_rule", "repeat_rule",
 ]  # fmt: skip
 
-SPECIAL = {**_ROWS, **GATHERS, **GROUPED, **RESAMPLED}
+SPECIAL = {**_ROWS, **GATHERS, **GROUPED, **RESAMPLED, **SHIFTED}
 LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
 """Base names of the ATen ops that some kernel can compute."""
 RULES = RuleTables(

@@ -38,7 +38,7 @@ static inline uint16_t fa_to_bf16(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_rope_interleaved_7d8097(const uint16_t *__restrict x, const uint16_t *__restrict cos,
+extern "C" void fa_rope_interleaved_bc1195(const uint16_t *__restrict x, const uint16_t *__restrict cos,
         const uint16_t *__restrict sin, uint16_t *__restrict out, int64_t n0, int64_t n1, int64_t cols,
         int64_t x_i0_stride, int64_t x_i1_stride, int64_t cos_i0_stride, int64_t sin_i0_stride,
         int64_t out_i0_stride, int64_t out_i1_stride, int threads) {

@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T, EACH>& pack) {
 // ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_rope_interleaved_5397bb(
+fa_rope_interleaved_7206ac(
     const bfloat16_bits* __restrict__ x_ptr,
     const bfloat16_bits* __restrict__ cos_ptr,
     const bfloat16_bits* __restrict__ sin_ptr,

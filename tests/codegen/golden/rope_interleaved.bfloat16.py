@@ -22,7 +22,7 @@ def to_float32(x):
 
 
 @triton.jit
-def fa_rope_interleaved_53ab62(
+def fa_rope_interleaved_41e24f(
     x_ptr, cos_ptr, sin_ptr, out_ptr,
     rows: tl.constexpr, cols: tl.constexpr, x_stride0: tl.constexpr, x_stride1: tl.constexpr,
     cos_stride0: tl.constexpr, sin_stride0: tl.constexpr, out_stride0: tl.constexpr, out_stride1: tl.constexpr,

@@ -12,7 +12,7 @@
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_rope_interleaved_2cda7a(const float *__restrict x, const float *__restrict cos,
+extern "C" void fa_rope_interleaved_5c3079(const float *__restrict x, const float *__restrict cos,
         const float *__restrict sin, float *__restrict out, int64_t n0, int64_t n1, int64_t cols,
         int64_t x_i0_stride, int64_t x_i1_stride, int64_t cos_i0_stride, int64_t sin_i0_stride,
         int64_t out_i0_stride, int64_t out_i1_stride, int threads) {

@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T, EACH>& pack) {
 // ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_rope_interleaved_907e78(
+fa_rope_interleaved_dbefe7(
     const float* __restrict__ x_ptr,
     const float* __restrict__ cos_ptr,
     const float* __restrict__ sin_ptr,

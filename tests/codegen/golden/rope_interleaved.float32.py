@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_rope_interleaved_72c96e(
+def fa_rope_interleaved_9f96c9(
     x_ptr, cos_ptr, sin_ptr, out_ptr,
     rows: tl.constexpr, cols: tl.constexpr, x_stride0: tl.constexpr, x_stride1: tl.constexpr,
     cos_stride0: tl.constexpr, sin_stride0: tl.constexpr, out_stride0: tl.constexpr, out_stride1: tl.constexpr,
