@@ -146,7 +146,13 @@ _OWN: dict[str, tuple[float, Proposal]] = {
     "clone": (0.7, layout.view("X.clone()", 0)),
     "detach": (0.2, layout.view("X.detach()", 0)),
     "movedim": (0.4, layout.view("X.movedim(D, E)", 2)),
-    "roll": (0.3, layout.view("X.roll(1, D)", 1)),
+    "roll": (0.5, layout.roll),
+    "pad": (0.7, layout.pad),
+    "upsample_nearest1d": (0.2, layout.resample(3, "nearest")),
+    "upsample_nearest2d": (0.4, layout.resample(4, "nearest")),
+    "upsample_nearest3d": (0.1, layout.resample(5, "nearest")),
+    "upsample_linear1d": (0.2, layout.resample(3, "linear")),
+    "upsample_bilinear2d": (0.4, layout.resample(4, "bilinear")),
     "chunk": (1.0, layout.pieces("X.chunk(2, dim=D)[N]")),
     "split": (0.7, layout.pieces("X.split(S, dim=D)[N]")),
     "unbind": (0.5, layout.pieces("X.unbind(D)[N]")),
@@ -209,6 +215,7 @@ _SPELT = {
     "avg_pool2d": "softmax",
     "max_pool2d": "softmax",
     "argmin": "argmax",
+    "constant_pad_nd": "pad",
 }
 """Names in the lowering's table that torch makes out of another op, or that are there to be refused by name."""
 

@@ -159,3 +159,37 @@ def triangle(name: str) -> Proposal:
         return f"torch.{name}({x}, {d.random.randint(-2, 2)})"
 
     return propose
+
+
+def roll(d: Draw) -> str:
+    x = d.rank(1)
+    dims = sorted({d.dim(x), d.dim(x)})
+    shifts = [d.random.randint(-3, 3) for _ in dims]
+    return f"{x}.roll({shifts}, {dims})"
+
+
+def pad(d: Draw) -> str:
+    x = d.rank(1)
+    sizes = list(d.values[x].shape)
+    amounts: list[int] = []
+    for size in reversed(sizes[-d.random.randint(1, len(sizes)) :]):
+        amounts += [d.random.randint(-1 if size > 2 else 0, 2), d.random.randint(-1 if size > 2 else 0, 2)]
+    return f"functional.pad({x}, {amounts}{d.pick('', ', value=1')})"
+
+
+def resample(rank: int, mode: str) -> Proposal:
+    """Read images at another resolution; a value of fewer dims is given some of size 1."""
+
+    def propose(d: Draw) -> str:
+        x = d.any(lambda value: value.is_floating_point() and 1 <= value.dim() <= rank and value.numel() > 0)
+        lead = rank - d.values[x].dim()
+        images = f"{x}[{', '.join(['None'] * lead)}]" if lead else x
+        count = rank - 2
+        if d.chance(0.5):
+            how = f"size={[d.random.randint(1, 6) for _ in range(count)]}"
+        else:
+            how = f"scale_factor={d.pick('2', '1.5', '3', '0.5') if min((1, *d.values[x].shape)[-count:]) > 1 else '2'}"
+        aligned = ", align_corners=True" if mode != "nearest" and d.chance(0.3) else ""
+        return f"functional.interpolate({images}, {how}, mode={mode!r}{aligned})"
+
+    return propose

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from fusion_advisor.lowering.builder.builder import Lowering
 
 
+_MOST_CUT = 2
+"""Dims that are cut into neighbours and their copies: a third one would make a loop nest of more dims than a kernel has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Axis:
     """One resized dim.
@@ -79,7 +83,8 @@ def _nearest(lowering: Lowering, op: OpNode, where: Index) -> int:
     """``x[floor(position * step)]``; a whole number of copies is read by a loop over them, without a computed position."""
     axes = _axes(lowering, op, 2)
     made = op.outputs[0].shape
-    if all(axis.after % axis.before == 0 and axis.step == axis.before / axis.after for axis in axes):
+    is_whole = all(axis.after % axis.before == 0 and axis.step == axis.before / axis.after for axis in axes)
+    if is_whole and len(axes) <= _MOST_CUT:
         cut = [*made[:2], *(size for axis in axes for size in (axis.before, axis.after // axis.before))]
         found = reshaped(where, made, tuple(cut), lowering.nest.extents)
         return lowering.argument(op, 0, (*found[:2], *found[2::2]))

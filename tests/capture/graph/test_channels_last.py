@@ -106,3 +106,16 @@ def test_undone_it_is_as_before():
 
 def test_it_is_for_sixteen_bits_on_a_gpu():
     assert not is_quicker_channels_last(IMAGES) and not is_quicker_channels_last(IMAGES.half())
+
+
+def test_a_dropout_in_place_that_is_off_writes_nothing():
+    _, count = laid_out(Net(between=lambda images: torch.nn.functional.dropout(images, 0.5, training=False, inplace=True)))
+    assert count == 1
+
+
+def test_padding_by_name_is_a_convolution_too():
+    net = Net()
+    for block in net.blocks:
+        block.one.padding = "same"
+    _, count = laid_out(net)
+    assert count == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 from fusion_advisor.capture.graph.tracer import capture_regions
 from tests.tiny import Calling
@@ -101,3 +102,38 @@ def test_numbers_that_decide_a_dtype_or_are_returned_stay():
 
     assert "aten.mul.Tensor" in graph_of(decides)
     assert graph_of(returned)
+
+
+IMAGES, WINDOWS = torch.randn(2, 3, 9, 10), {size: torch.randn(4, 3, size, size) for size in (2, 3, 5)}
+
+
+def convolutions_of(function):
+    """Capture a function of images; returns the names of its convolutions, after comparing results and strides."""
+    with torch.no_grad():
+        (region,) = capture_regions(Calling(function), (IMAGES,), {}).regions
+        (got,), expected = region.graph(*region.example_args), function(IMAGES)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert got.stride() == expected.stride()
+    return [str(node.target) for node in region.graph.graph.nodes if "conv2d" in str(node.target)]
+
+
+@pytest.mark.parametrize("dilation", [1, 2, (2, 1)], ids=str)
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize("size", [3, 5])
+def test_padding_by_name_becomes_numbers(size, padding, dilation):
+    bias = torch.randn(4)
+
+    def function(x):
+        return functional.conv2d(x, WINDOWS[size], bias, padding=padding, dilation=dilation) * 2
+
+    assert convolutions_of(function) == ["aten.conv2d.default"]
+
+
+def test_a_stride_and_groups_stay_with_padding_by_name():
+    weight = torch.randn(6, 1, 3, 3)
+    assert convolutions_of(lambda x: functional.conv2d(x, weight, None, 2, "valid", 1, 3) * 2) == ["aten.conv2d.default"]
+
+
+def test_an_even_windows_padding_stays_by_name():
+    """It is wider on one side."""
+    assert convolutions_of(lambda x: functional.conv2d(x, WINDOWS[2], padding="same") * 2) == ["aten.conv2d.padding"]

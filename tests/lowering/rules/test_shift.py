@@ -1,0 +1,64 @@
+"""Pads and rolls, against torch in fp64; nothing is read outside a tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fusion_advisor.ir.dtypes import CannotLower
+from tests.kernel_cases.lowered import check, lower_function
+from tests.lowering.rules.test_tables import rand
+
+PADS = {
+    "both sides": ((1, 2), 0.0), "two dims": ((0, 1, 0, 1), 0.0), "a number": ((1, 1, 2, 0), 2.5),
+    "cut off": ((-1, 2, -2, -1), 0.0),
+    "none": ((0, 0), 0.0), "of the first dim": ((0, 0, 0, 0, 1, 1), -1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADS)
+def test_pads(name):
+    amounts, value = PADS[name]
+    check(lambda x: functional.pad(torch.relu(x) + 3, amounts, value=value) * 2, rand(3, 5, 6))
+
+
+def test_a_pad_of_integers_and_of_what_was_padded():
+    check(lambda x: functional.pad(x * 2, (1, 1), value=7) + 1, torch.arange(12).reshape(3, 4))
+    check(lambda x: functional.pad(functional.pad(x, (1, 0), value=1.0) * 2, (0, 2)) + 1, rand(2, 4))
+
+
+def test_channels_are_read_once_for_all_rows_of_a_padded_image():
+    images, scale = rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), rand(3, 1, 1, seed=1)
+    program = check(lambda x, s: functional.pad(torch.relu(x * s), (0, 1, 0, 1)) * 1.5, images, scale)
+    guards = {program.operands[v.operand].element_count: v.guard for v in program.values if v.op == "load"}
+    assert guards[3] is None
+    assert all(guard is not None for count, guard in guards.items() if count != 3)
+
+
+def test_what_is_outside_its_own_tensor_keeps_its_guard():
+    """A column of the pad's own dim is past the end of what it would read."""
+    program = check(lambda x, s: functional.pad(x * s, (0, 3)) + 1, rand(2, 5), rand(5, seed=1))
+    assert all(value.guard is not None for value in program.values if value.op == "load")
+
+
+@pytest.mark.parametrize("shifts, dims", [((1,), (0,)), ((-2, 3), (1, 2)), ((7,), (1,)), ((0,), (2,)), ((2, 2), (0, 2))])
+def test_rolls(shifts, dims):
+    check(lambda x: torch.roll(x * 2, shifts, dims) + 1, rand(3, 4, 5))
+
+
+def test_a_roll_of_rows_is_read_by_a_norm():
+    check(lambda x: functional.layer_norm(torch.roll(x, (1, -1), (0, 1)) + 1, (6,)), rand(3, 4, 6), rtol=1e-10)
+
+
+def test_a_norm_is_not_computed_for_rows_that_are_not_there():
+    with pytest.raises(CannotLower, match="rows that are not there"):
+        lower_function(lambda x: functional.pad(functional.layer_norm(x, (6,)), (0, 0, 0, 2)) + 1, rand(3, 6))
+    check(lambda x: functional.layer_norm(functional.pad(x, (0, 0, 0, 2), value=0.5), (6,)) + 1, rand(3, 6), rtol=1e-10)
+
+
+def test_what_has_no_lowering_is_refused():
+    with pytest.raises(CannotLower, match="reflect"):
+        lower_function(lambda x: functional.pad(x, (1, 1), mode="reflect") + 1, rand(3, 6))
+    with pytest.raises(CannotLower, match="one row"):
+        lower_function(lambda x: torch.roll(x, 1) + 1, rand(3, 6))
