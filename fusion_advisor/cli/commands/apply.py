@@ -49,7 +49,7 @@ def apply(
     steps: options.StepsOpt = 3,
     nvtx: options.NvtxOpt = False,
     min_share: options.MinShareOpt = "0.1%",
-    top: options.TopOpt = 20,
+    top: options.TopOpt = 40,
     only: options.OnlyOpt = None,
     skip: options.SkipOpt = None,
     kernels: options.KernelsOpt = None,

@@ -28,7 +28,7 @@ def plan(
         ),
     ] = None,
     min_share: options.MinShareOpt = "0.1%",
-    top: options.TopOpt = 20,
+    top: options.TopOpt = 40,
     only: options.OnlyOpt = None,
     skip: options.SkipOpt = None,
     kernels: options.KernelsOpt = None,

@@ -169,6 +169,8 @@ class ApplyOptions(ProfileOptions):
             built and checked again, its verdicts are not timed again. What this run decides is remembered for the next.
     """
 
+    top: int = 40
+    """Of a MobileNetV2 step of 0.79 ms on an H200, 17 chains past the first 20 took 0.14 ms."""
     min_gain: float = 0.005
     confidence: float = 0.95
     rtol: float | None = None
