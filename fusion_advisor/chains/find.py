@@ -82,7 +82,7 @@ class _Finder:
         """Let every op join the groups of its producers."""
         depends = depends_on_inputs(self.ops)
         for op in self.ops:
-            if not is_candidate(op) or not depends[op.index]:
+            if not is_candidate(op, self.ops) or not depends[op.index]:
                 continue
             alone = frozenset({op.index})
             self._accept(alone, self._judge(alone))

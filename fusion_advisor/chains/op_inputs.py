@@ -34,15 +34,46 @@ def depends_on_inputs(ops: Sequence[OpNode]) -> list[bool]:
     return depends
 
 
-def is_candidate(op: OpNode) -> bool:
+def is_candidate(op: OpNode, ops: Sequence[OpNode] = ()) -> bool:
     """Whether an op may stand in a chain: arithmetic, reductions, ``cat`` and ``stack`` (choices by index), reads by position.
 
-    Nothing that writes in place.
+    Copies of whole runs too, where the ops are given that they copy from. Nothing that writes in place.
+
+    Args:
+        op: the op.
+        ops: all ops of the capture.
     """
     arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION)
     is_choice = op.target.startswith(("aten.cat.", "aten.stack."))
     moves = is_choice or reads_by_number(op.target) or reads_elsewhere(op.target)
-    return (arithmetic or moves) and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
+    return (arithmetic or moves or copies_runs(op, ops)) and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
+
+
+_COPIES = ("aten.contiguous.", "aten.clone.", "aten.reshape.")
+_LEAST_RUN = 16
+"""Elements that lie side by side before and after: shorter runs are a transpose's, which takes tiles of its own."""
+
+
+def copies_runs(op: OpNode, ops: Sequence[OpNode]) -> bool:
+    """Whether an op copies a tensor whose runs of neighbouring elements stay whole, as a window partition does.
+
+    Not what repeats elements: where heads are repeated, a graph rewrite does without the copy.
+
+    Args:
+        op: the op.
+        ops: all ops of the capture; none: it is no copy.
+    """
+    if not ops or op.op_class is not OpClass.MEMORY or not op.target.startswith(_COPIES) or len(op.outputs) != 1:
+        return False
+    source = op.args[0] if op.args else None
+    if not isinstance(source, Ref) or len(ops[source.index].outputs) != 1:
+        return False
+    before, after = ops[source.index].outputs[0], op.outputs[0]
+    if before.dtype != after.dtype or not before.shape or not after.shape:
+        return False
+    runs = min(before.shape[-1], after.shape[-1])
+    are_whole = before.stride[-1] == after.stride[-1] == 1 and runs >= _LEAST_RUN and after.shape[-1] % before.shape[-1] == 0
+    return are_whole and all(stride != 0 for size, stride in zip(before.shape, before.stride, strict=True) if size > 1)
 
 
 def writes_by_number(op: OpNode) -> bool:
