@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from fusion_advisor.autotune.build_ahead import Job
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.registry import descriptor
+from fusion_advisor.codegen.triton.ahead import load_compiler
 
 _log = logging.getLogger(__name__)
 _NICE = 5
@@ -48,9 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         arguments: file descriptor, compute capability, number of processes.
     """
     number, arch, count = map(int, arguments)
-    import torch  # noqa: F401 - once, ahead of the forks
-    import triton.compiler  # noqa: F401
-
+    load_compiler()  # once, ahead of the forks
     os.nice(_NICE)
     connection, lock = Connection(number), threading.Lock()
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("fork")) as pool:

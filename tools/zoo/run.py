@@ -1,4 +1,4 @@
-"""Run the zoo: ``python -m tools.zoo.run --to DIR [--tiny] [--layers N] [--dtype NAME] [--gpus N] [NAME ...] [-- OPTIONS OF APPLY]``.
+"""Run the zoo: ``python -m tools.zoo.run --to DIR [--tiny] [--layers N] [--dtype NAME] [--gpus N] [NAME ...] [-- OPTIONS]``.
 
 Each workload is an ``apply`` in a process of its own, with compilers' caches of its own, and the zoo goes on after a crash or
 when one takes too long. With ``--gpus N`` N workloads run at a time, each on a GPU of its own. A workload that DIR has a row for

@@ -5,6 +5,7 @@ The road is that of a launch, so that the key under which Triton keeps the code 
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,11 @@ class TargetOnly:
         """
         del device
         return 0
+
+
+def load_compiler() -> None:
+    """Import what every compilation takes, so that processes forked from this one have it."""
+    importlib.import_module("triton.compiler")
 
 
 def compile_ahead(program: Program, rendered: Rendered, arch: int) -> None:
