@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import os
 import re
@@ -15,10 +16,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import fsspec
+from isal import igzip, isal_zlib
 
-from fusion_advisor.capture.trace.chrome_trace import TraceFile
+from fusion_advisor.capture.trace.chrome_trace import TraceFile, Unpacker
 from fusion_advisor.capture.trace.kernels import Work
 from fusion_advisor.errors import AdvisorError, CannotWrite, UnreadableTrace
 from fusion_advisor.fleet.identity import clean, identify
@@ -39,6 +42,8 @@ REACHED_SHARE = (0.80, 0.95)
 ``reports/examples/kernels-h200/bench.json`` that move a MB or more. The upper bound takes the limit itself."""
 _BUG = "bug"
 _BLOCK = 1 << 20
+_IGZIP = Unpacker(lambda file: igzip.IGzipFile(fileobj=file), (gzip.BadGzipFile, cast("type[Exception]", isal_zlib.error)))
+"""Takes 0.4 of zlib's time."""
 
 
 def reduce_trace(task: Task) -> Reduced:
@@ -88,7 +93,7 @@ def _part(task: Task, path: Path, digest: str) -> TracePart:
     known = TracePart(
         digest=digest, url=task.source.url, size_bytes=task.source.size_bytes, version=task.source.version, json_bytes=0
     )
-    file = TraceFile(path)
+    file = TraceFile(path, unpacker=_IGZIP)
     try:
         return _ranked(task, file, known)
     except AdvisorError as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_advisor.capture.trace.kernels import Work
@@ -11,6 +12,7 @@ from fusion_advisor.capture.trace.kernels import Work
 _COLLECTIVE = re.compile(r"^(void )?(nccl|rccl|ncclDevKernel|multimem_|one_shot_all_reduce|two_shot_all_reduce)", re.IGNORECASE)
 
 
+@functools.cache
 def is_collective(kernel_name: str) -> bool:
     """Whether a kernel's name is that of a collective."""
     return _COLLECTIVE.match(kernel_name) is not None
@@ -33,25 +35,24 @@ def split(work: Sequence[Work]) -> Split:
     Args:
         work: of one trace, in order of time.
     """
-    devices = {item.queue[0] for item in work}
-    collective = [item for item in work if is_collective(item.kernel_name)]
-    compute = any_ns = 0
-    for device in devices:
-        own = [item for item in work if item.queue[0] == device]
-        any_ns += _union(own)
-        compute += _union(item for item in own if not is_collective(item.kernel_name))
-    return Split(
-        compute_ns=compute,
-        communication_ns=any_ns - compute,
-        collectives_ns=tuple(item.duration_ns for item in collective),
-    )
+    any_ends: dict[int, int] = {}
+    compute_ends: dict[int, int] = {}
+    any_ns = compute_ns = 0
+    collectives_ns = []
+    for item in work:
+        device, start, stop = item.queue[0], item.start_ns, item.start_ns + item.duration_ns
+        any_ns += _new_ns(any_ends, device, start, stop)
+        if is_collective(item.kernel_name):
+            collectives_ns.append(item.duration_ns)
+        else:
+            compute_ns += _new_ns(compute_ends, device, start, stop)
+    return Split(compute_ns=compute_ns, communication_ns=any_ns - compute_ns, collectives_ns=tuple(collectives_ns))
 
 
-def _union(work: Iterable[Work]) -> int:
-    total = end = 0
-    for number, item in enumerate(work):
-        end = max(end, item.start_ns) if number else item.start_ns
-        stop = item.start_ns + item.duration_ns
-        total += max(0, stop - max(end, item.start_ns))
-        end = max(end, stop)
-    return total
+def _new_ns(ends: dict[int, int], device: int, start_ns: int, stop_ns: int) -> int:
+    """Return how much of a span is behind all spans of its device before it, and move the device's end on."""
+    end_ns = ends.get(device, start_ns)
+    if stop_ns <= end_ns:
+        return 0
+    ends[device] = stop_ns
+    return stop_ns - (end_ns if end_ns > start_ns else start_ns)

@@ -6,6 +6,7 @@ trace is read a second time and only what began within the first whole steps is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ def read_window(file: TraceFile, most_events: int = MOST_EVENTS) -> Window:
         TraceTooLarge: not even one step fits.
     """
     counted = _Counted(file, most_events)
-    trace = read_events(counted.events())
+    trace = read_events(itertools.chain.from_iterable(counted.parts()))
     if counted.used <= most_events:
         return Window(trace=trace, read_share=1.0)
     starts = [events[0].start_ns for events in (trace.kernels, trace.launches, trace.ranges, trace.cpu_ops) if events]
@@ -67,15 +68,13 @@ class _Counted:
         self.used = 0
         self.last_ns = 0
 
-    def events(self) -> Iterator[TraceEvent | dict[str, Any]]:
-        for event in self._file.typed_events():
-            if not is_used(event):
-                continue
-            self.used += 1
-            if self.used <= self._most:
-                yield event
-                continue
-            self.last_ns = max(self.last_ns, start_of(event))
+    def parts(self) -> Iterator[list[TraceEvent | dict[str, Any]]]:
+        for part in self._file.typed_parts():
+            used = list(filter(is_used, part))
+            room = max(0, self._most - self.used)
+            self.used += len(used)
+            yield used[:room]
+            self.last_ns = max(self.last_ns, *map(start_of, used[room:]), 0)
 
 
 def _until(file: TraceFile, first_ns: int, last_ns: int, share: float) -> tuple[int, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,3 +115,24 @@ def test_a_damaged_part_is_dropped(tmp_path, reduced):
     part_path(tmp_path, "f" * 64).write_bytes(part_path(parts, digests[0]).read_bytes())
     assert [digest for digest, *_ in whole_parts(tmp_path)] == [digests[0], digests[2]]
     assert not damaged.exists()
+
+
+def test_damaged_gzip_is_a_row_too(traces, tmp_path):
+    whole = next(path for path in sorted(traces.rglob("*.json.gz")) if "bad" not in str(path)).read_bytes()
+    middle = len(whole) // 2
+    (tmp_path / "flipped.json.gz").write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    (source,) = find_traces([str(tmp_path / "flipped.json.gz")])
+    result = reduce_trace(Task(source=source, parts=tmp_path, sequences={}))
+    assert result.error_code == "FA501" and "gzip" in result.error
+
+
+def test_a_part_is_written_without_pandas(traces, tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom fusion_advisor.fleet.find import find_traces\n"
+        "from fusion_advisor.fleet.reduce import Task, reduce_trace\n"
+        f"source = next(one for one in find_traces(['{traces}/**/*.json.gz']) if 'bad' not in one.url)\n"
+        f"assert not reduce_trace(Task(source=source, parts=Path('{tmp_path}'), sequences={{}})).error\n"
+        "assert 'pandas' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -9,14 +9,14 @@ from __future__ import annotations
 import codecs
 import contextlib
 import gzip
-import io
 import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, BinaryIO, Never
 
 from fusion_advisor.capture.trace.trace_event import TraceEvent, decode_events
 from fusion_advisor.errors import UnreadableTrace
@@ -35,6 +35,22 @@ _LONGEST = 1 << 27
 _EVENTS = "traceEvents"
 
 
+@dataclass(frozen=True, slots=True)
+class Unpacker:
+    """What reads gzip.
+
+    Attributes:
+        open: gives the content of a packed file.
+        errors: what it raises at damaged data.
+    """
+
+    open: Callable[[BinaryIO], gzip.GzipFile]
+    errors: tuple[type[Exception], ...]
+
+
+ZLIB = Unpacker(lambda file: gzip.GzipFile(fileobj=file), (gzip.BadGzipFile, zlib.error))
+
+
 class TraceFile:
     """Iterates over the events of a trace, compressed or not; each iteration reads the file again.
 
@@ -42,19 +58,21 @@ class TraceFile:
         path: ``.json`` or ``.json.gz``; what the file holds decides, not its name.
         is_strict: refuse control characters inside strings, as JSON does.
         part: so many characters are read and decoded at once.
+        unpacker: reads gzip.
 
     Raises:
         UnreadableTrace: while iterating: the file is missing, cut short, damaged, or no chrome trace.
     """
 
-    def __init__(self, path: Path, *, is_strict: bool = True, part: int = _CHUNK) -> None:
+    def __init__(self, path: Path, *, is_strict: bool = True, part: int = _CHUNK, unpacker: Unpacker = ZLIB) -> None:
         self.path = path
+        self._unpacker = unpacker
         self._part = part
         self.facts: dict[str, Any] = {}
         """The trace's other top-level keys (``deviceProperties``, ``record_shapes`` …); complete after an iteration."""
         self.events = 0
         self.read_bytes = 0
-        """Characters of JSON that the last iteration read."""
+        """JSON that the last iteration read."""
         # Times stay text: a float holds a clock that counts from 1970 to a quarter of a microsecond.
         self._decoder = json.JSONDecoder(strict=is_strict, parse_float=str)
 
@@ -64,24 +82,45 @@ class TraceFile:
 
     def typed_events(self) -> Iterator[TraceEvent | dict[str, Any]]:
         """Yield every event with the fields that are used; the dicts of a part that holds an event of other types."""
-        return itertools.chain.from_iterable(self._parts(is_typed=True))
+        return itertools.chain.from_iterable(self.typed_parts())
+
+    def typed_parts(self) -> Iterator[list[TraceEvent | dict[str, Any]]]:
+        """Yield what :meth:`typed_events` does, as many events at a time as one call decoded."""
+        return self._parts(is_typed=True)
 
     def _parts(self, *, is_typed: bool) -> Iterator[list[Any]]:
         self.facts, self.events, self.read_bytes = {}, 0, 0
         try:
-            with open_regular(self.path) as raw:
-                is_packed = raw.read(2) == b"\x1f\x8b"
-                raw.seek(0)
-                with contextlib.ExitStack() as opened:
-                    packed = opened.enter_context(gzip.GzipFile(fileobj=raw)) if is_packed else raw
-                    with io.TextIOWrapper(packed, encoding="utf-8", errors="replace", newline="") as text:
-                        yield from _Document(self, text, self._decoder, is_typed=is_typed, part=self._part).parts()
+            with self._opened() as read:
+                yield from _Document(self, read, self._decoder, is_typed=is_typed, part=self._part).parts()
         except EOFError as error:
             self.refuse(f"gzip ends early at byte {self.path.stat().st_size:,}", error)
-        except (gzip.BadGzipFile, zlib.error) as error:
+        except self._unpacker.errors as error:
             self.refuse(f"gzip is damaged ({error})", error)
         except OSError as error:
             self.refuse(error.strerror or "it cannot be read", error)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Callable[[int], bytes]]:
+        """Give the function that reads on: so many bytes of JSON, fewer at the end."""
+        with open_regular(self.path) as raw:
+            is_packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            if not is_packed:
+                yield raw.read
+                return
+            with self._unpacker.open(raw) as packed:
+                yield packed.read
+
+    def line_of(self, place: int) -> int:
+        """Return the line of a character; the file is read again, since of whole traces nobody asks it."""
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        line = 1
+        with self._opened() as read:
+            while place > 0 and (text := decode(read(min(place, _CHUNK)))):  # no byte beyond it, where gzip may be damaged
+                line += text.count("\n", 0, place)
+                place -= len(text)
+        return line
 
     def refuse(self, detail: str, cause: Exception | None = None, known: str = "") -> Never:
         """Say what is wrong with the file, and how far it could be read."""
@@ -93,14 +132,15 @@ class _Document:
     """The text of one JSON document with a cursor; reads on when a value is cut off."""
 
     def __init__(
-        self, file: TraceFile, stream: io.TextIOWrapper, decoder: json.JSONDecoder, *, is_typed: bool, part: int
+        self, file: TraceFile, read: Callable[[int], bytes], decoder: json.JSONDecoder, *, is_typed: bool, part: int
     ) -> None:
-        self._file, self._stream, self._decoder, self._is_typed = file, stream, decoder, is_typed
+        self._file, self._read, self._decoder, self._is_typed = file, read, decoder, is_typed
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._part = part
         self._text = ""
         self._at = 0
-        self._line = 1
-        """Line of the text's first character."""
+        self._dropped = 0
+        """Characters before the text."""
         self._wrong_end = 0
         """Up to here events are decoded one by one."""
 
@@ -224,13 +264,14 @@ class _Document:
         rest = self._text[self._at :]
         if len(rest) > _LONGEST:
             self._file.refuse(f"a value at line {self._line_of(self._at):,} is longer than {_LONGEST:,} characters")
-        chunk = self._stream.read(max(self._part, len(rest)))
-        self._file.read_bytes += len(chunk)
+        packed = self._read(max(self._part, len(rest)))
+        self._file.read_bytes += len(packed)
+        chunk = self._decode(packed, final=not packed)
         if chunk:
-            self._line = self._line_of(self._at)
+            self._dropped += self._at
             self._wrong_end -= self._at
             self._text, self._at = rest + chunk, 0
-        return bool(chunk)
+        return bool(packed) or bool(chunk)
 
     def _line_of(self, place: int) -> int:
-        return self._line + self._text.count("\n", 0, place)
+        return self._file.line_of(self._dropped + place)

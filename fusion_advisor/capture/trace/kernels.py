@@ -171,21 +171,27 @@ class _Calls:
         """The outermost ATen op around each op that computes something itself; -1: none does."""
         self.is_math_attention: list[bool] = []
         stacks: dict[str, list[int]] = {}
+        outer, is_math = self.outer, self.is_math_attention
+        ends: list[int] = []
+        is_aten: list[bool] = []
         for number, event in enumerate(ops):
-            stack = stacks.setdefault(event.thread, [])
-            while stack and ops[stack[-1]].end_ns <= event.start_ns:
+            name, start, duration, thread = event[:4]
+            if thread not in stacks:
+                stacks[thread], self._by_thread[thread] = [], ([], [])
+            stack, (starts, numbers) = stacks[thread], self._by_thread[thread]
+            while stack and ends[stack[-1]] <= start:
                 stack.pop()
             parent = stack[-1] if stack else -1
             stack.append(number)
+            ends.append(start + duration)
             self._parents.append(parent)
-            starts, numbers = self._by_thread.setdefault(event.thread, ([], []))
-            starts.append(event.start_ns)
+            starts.append(start)
             numbers.append(number)
-            around = self.outer[parent] if parent >= 0 and ops[parent].name.startswith("aten::") else -1
-            self.outer.append(around if around >= 0 else number if _computes(event.name) else -1)
-            self.is_math_attention.append(
-                event.name.startswith(MATH_ATTENTION) or (parent >= 0 and self.is_math_attention[parent])
-            )
+            computes, is_own_math, is_own_aten = _facts(name)
+            around = outer[parent] if parent >= 0 and is_aten[parent] else -1
+            is_aten.append(is_own_aten)
+            outer.append(around if around >= 0 else number if computes else -1)
+            is_math.append(is_own_math or (parent >= 0 and is_math[parent]))
 
     def of(self, kernel: Event, launched: Event | None) -> int:
         """The innermost op that launched a kernel; -1 where the trace does not tell."""
@@ -201,9 +207,11 @@ class _Calls:
 
 
 @functools.cache
-def _computes(op_name: str) -> bool:
-    name = base_name(op_name)
-    return op_name.startswith("aten::") and name not in COMPOSITE and class_of(name) not in (OpClass.VIEW, OpClass.OTHER)
+def _facts(op_name: str) -> tuple[bool, bool, bool]:
+    """Whether an op computes something itself, is attention out of single ops, and is an ATen op."""
+    name, is_aten = base_name(op_name), op_name.startswith("aten::")
+    computes = is_aten and name not in COMPOSITE and class_of(name) not in (OpClass.VIEW, OpClass.OTHER)
+    return computes, op_name.startswith(MATH_ATTENTION), is_aten
 
 
 @functools.cache

@@ -7,7 +7,10 @@ that holds one odd event (a name that is a number, NaN) is decoded to dicts inst
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import math
+from decimal import Decimal
+from operator import attrgetter
+from typing import Any, cast
 
 import msgspec
 
@@ -30,26 +33,34 @@ class EventArguments(msgspec.Struct, gc=False):
 
 
 class TraceEvent(msgspec.Struct, gc=False):
-    """One event; the texts of its times keep the nanoseconds that a float loses on a clock that counts from 1970."""
+    """One event; times in microseconds."""
 
     ph: str = ""
     cat: str = ""
     name: str = ""
-    ts: msgspec.Raw = msgspec.Raw(b"")
-    dur: msgspec.Raw = msgspec.Raw(b"0")
+    ts: float = -math.inf
+    dur: float = 0.0
     pid: str | int | None = None
     tid: str | int | None = None
     args: EventArguments = msgspec.field(default_factory=EventArguments)
 
 
+_LATE_US = float(1 << 43)
+"""Below it (102 days) a float is less than half a nanosecond off. The times of a clock that counts from 1970 become decimals."""
+_TIMES = [("ts", Decimal, Decimal("-Infinity")), ("dur", Decimal, Decimal(0))]
+_ClockEvent = cast("type[TraceEvent]", msgspec.defstruct("_ClockEvent", _TIMES, bases=(TraceEvent,), gc=False))
+_LATEST_US = float(1 << 63)
+_time_of = attrgetter("ts")
 _decode_events = msgspec.json.Decoder(list[TraceEvent]).decode
-_decode_event = msgspec.json.Decoder(TraceEvent).decode
+_decode_late_events = msgspec.json.Decoder(list[_ClockEvent]).decode  # type: ignore[valid-type] # made by defstruct
+_decode_event = msgspec.json.Decoder(_ClockEvent).decode
 
 
 def decode_events(text: str) -> list[TraceEvent] | None:
     """Return the events of a JSON array; None where any of them does not have the fields' types, or the text is no JSON."""
     with contextlib.suppress(msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
-        return _decode_events(text)
+        events = _decode_events(text)
+        return _decode_late_events(text) if max(map(_time_of, events), default=0.0) > _LATE_US else events
     return None
 
 
@@ -63,6 +74,9 @@ def typed(event: dict[str, Any]) -> TraceEvent:
     if isinstance(name, str):  # JSON may hold half a surrogate pair, and UTF-8 may not
         event = event | {"name": name.encode("utf-8", "backslashreplace").decode()}
     try:
-        return _decode_event(msgspec.json.encode(event))
+        found = _decode_event(msgspec.json.encode(event))
     except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError, TypeError) as error:
         raise ValueError(str(error)) from error
+    if not abs(float(found.ts)) < _LATEST_US:
+        raise ValueError(f"no time: {found.ts}")
+    return found

@@ -113,7 +113,7 @@ def run_fleet(say: Any, **options: Any) -> FleetReport:
         run = import_module("fusion_advisor.fleet.run")
     except ImportError as error:
         library = (error.name or "").partition(".")[0]
-        if library not in ("duckdb", "fsspec", "pyarrow"):
+        if library not in ("duckdb", "fsspec", "isal", "pyarrow"):
             raise
         raise MissingExtra(command="fleet", library=library, extra="fleet") from error
     report: FleetReport = run.run_fleet(run.FleetOptions(**options), say)

@@ -7,6 +7,7 @@ a sequence that repeats, not one that may be fused; the model itself answers tha
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -264,9 +265,12 @@ def _categories(work: Iterable[Work]) -> tuple[tuple[str, int, int], ...]:
 def span_ns(work: Iterable[Work]) -> int:
     """Sum over the steps, and over what belongs to none, from the first start to the last end."""
     spans: dict[int, tuple[int, int]] = {}
-    for item in work:
-        start, end = spans.get(item.step, (item.start_ns, item.start_ns))
-        spans[item.step] = min(start, item.start_ns), max(end, item.start_ns + item.duration_ns)
+    for step, items in itertools.groupby(work, key=operator.attrgetter("step")):
+        own = list(items)
+        start = min(item.start_ns for item in own)
+        end = max(item.start_ns + item.duration_ns for item in own)
+        first, last = spans.get(step, (start, end))
+        spans[step] = min(first, start), max(last, end)
     return sum(end - start for start, end in spans.values())
 
 

@@ -114,7 +114,9 @@ def test_it_is_timed_first_and_what_follows_is_made_for_its_layout():
         run = apply_workload(describe_live(model, (SOUND,)), ApplyOptions(keep="verified", min_share=0.0))
         try:
             rows = {row.id: row for row in run.report.rewrites}
-            assert rows["contiguous-rows"].status is Status.KEPT and rows["contiguous-rows"].sites == 1
+            row = rows["contiguous-rows"]
+            # Which one it is follows from the machine's load; test_layout_trial.py gives it times of its own.
+            assert row.status is (Status.KEPT if row.step_delta_ns <= 0 else Status.SLOWER) and row.sites == 1
             assert run.report.model_check.is_passed
             torch.testing.assert_close(model(SOUND), expected)
             assert not run.fused.fallbacks
