@@ -70,7 +70,7 @@ class _Counted:
 
     def parts(self) -> Iterator[list[TraceEvent | dict[str, Any]]]:
         for part in self._file.typed_parts():
-            used = list(filter(is_used, part))
+            used = [event for event in part if is_used(event)]
             room = max(0, self._most - self.used)
             self.used += len(used)
             yield used[:room]

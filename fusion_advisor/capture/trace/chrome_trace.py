@@ -191,6 +191,8 @@ class _Document:
         """
         if self._at < self._wrong_end:
             return []
+        if len(self._text) - self._at < self._part:  # else each part ends in an event that is tried in vain first
+            self._more()
         end = self._at + self._part
         for _ in range(_TRIES):
             found = _last_end(self._text, self._at, end)

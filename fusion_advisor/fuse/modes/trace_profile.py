@@ -110,7 +110,8 @@ def rank_trace(
     busy_ns = sum(item.busy_ns for item in work)
     rate = fastest_rate(work)
     repeated, searched = repeated_sites(work, sequences, least_ns=min_share * busy_ns)
-    rows = [_chain(one, sequences, busy_ns, rate, _smallest_ns(work)) for one in repeated]
+    smallest_ns = _smallest_ns(work)
+    rows = [_chain(one, sequences, busy_ns, rate, smallest_ns) for one in repeated]
     chains = sorted((chain for chain in rows if chain.share >= min_share), key=lambda chain: -chain.device_ns)
     ranked = _ranked(work, busy_ns)
     has_shapes = any(item.inputs for item in work)
