@@ -4,7 +4,7 @@ A compiler takes 0.2 to 0.9 s for a kernel and one core. A candidate has up to s
 one after another they were 59 of 76 s of a PoolFormer's trials on an H200 and 17 of 24 s of an EfficientNet's.
 
 The processes leave machine code in the compilers' caches on disk; whoever binds a kernel finds it there. A kernel that cannot be
-compiled is built once more where it is used, and fails there with its reason.
+compiled is built once more where it is used, and fails there with its reason. Figures: ``docs/measurements/compile_ahead.md``.
 """
 
 from __future__ import annotations
