@@ -11,6 +11,7 @@ Inside torch.compile the guards are dynamo's alone: a method that is replaced in
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -36,12 +37,13 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import ModelCheck, OpNode
 from fusion_advisor.runtime.environment import measure_bandwidth
 from fusion_advisor.runtime.external_profiler import attached_profiler
 from fusion_advisor.runtime.fallback_warning import warn_caller
-from fusion_advisor.runtime.torch_internals import dynamo
+from fusion_advisor.runtime.torch_internals import autograd_graphs, dynamo
 
 _BUDGET_S = 3.0
 _PARAMETER = re.compile(r"_(parameters|buffers)_(\w+?)_?$")
@@ -58,7 +60,7 @@ def optimise(
     region: Region,
     options: ApplyOptions,
     *,
-    check: Callable[[Region, Call], ModelCheck] = check_region,
+    check: Callable[[Region, Call], ModelCheck] | None = check_region,
     instruments: Instruments = MEASURED,
 ) -> Call:
     """Find, check, time and install what pays in one graph.
@@ -66,7 +68,7 @@ def optimise(
     Args:
         region: named, with the tensors of a call.
         options: the keep rule's thresholds, whether weights and buffers are frozen, and whether kernels round as eager does.
-        check: compares the graph's results with a more precise run.
+        check: compares the graph's results with a more precise run; None where whoever calls does so.
         instruments: measure, and decide what stays.
 
     Returns:
@@ -93,8 +95,8 @@ def optimise(
     if not kept and not passes:
         return region.original.forward
     forward: Call = bench.build(kept, passes).modules[0].forward
-    found = check(region, forward)
-    if not found.is_passed:
+    found = None if check is None else check(region, forward)
+    if found is not None and not found.is_passed:
         return _unfused(
             region.original,
             f"the graph's results as a whole are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
@@ -125,9 +127,9 @@ def _written_input(ops: list[OpNode]) -> str | None:
     return next((inputs[index] for op in ops for index in op.mutates if index in inputs), None)
 
 
-def _names(region: Region, args: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names, roles = [], []
-    placeholders = [node for node in region.original.graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     for node, value in zip(placeholders, args, strict=True):
         found = _PARAMETER.search(str(node.target))
         names.append(found.group(2) if found else str(node.target))
@@ -136,22 +138,49 @@ def _names(region: Region, args: tuple[Any, ...]) -> tuple[tuple[str, ...], tupl
     return tuple(names), tuple(roles)
 
 
+def _given_names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name the inputs of a pass; weights are inputs like others, for every step of an optimizer changes them."""
+    names = tuple(str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder")
+    return names, ("input",) * len(args)
+
+
 class _FirstCall:
-    """Optimises a graph with the tensors of its first call, then stands for the result."""
+    """Optimises a graph with the tensors of its first call, then stands for the result.
+
+    Attributes:
+        instead: where it is set, what runs in its place: the ops as they were traced, say.
+    """
+
+    instead: Call | None = None
 
     def __init__(
-        self, graph_module: torch.fx.GraphModule, options: ApplyOptions, optimiser: Callable[[Region, ApplyOptions], Call]
-    ) -> None:
+        self, graph_module: torch.fx.GraphModule, options: ApplyOptions, optimiser: Callable[[Region, ApplyOptions], Call],
+        trace: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = retrace,
+        names: Callable[[torch.fx.GraphModule, tuple[Any, ...]], tuple[tuple[str, ...], tuple[str, ...]]] | None = None,
+    ) -> None:  # fmt: skip
         self._original = graph_module
         self._optimiser = optimiser
         self._options = options
-        self._region = Region(index=0, graph=retrace(graph_module), original=graph_module)
+        self._region = Region(index=0, graph=trace(graph_module), original=graph_module)
+        self._names = names or _names
         self._call: Call | None = None
 
+    @property
+    def graph(self) -> torch.fx.GraphModule:
+        """As it was traced."""
+        return self._original
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something was rewritten at the first call."""
+        return self._call is not None and self._call != self._original.forward
+
     def __call__(self, *args: Any) -> Any:
+        if self.instead is not None:
+            return self.instead(*args)
         if self._call is None:
             self._region.example_args = args
-            self._region.names, self._region.roles = _names(self._region, args)
+            self._region.names, self._region.roles = self._names(self._original, args)
             numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
             try:
                 has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
@@ -205,7 +234,7 @@ def fuse_graph(
     graph_module: torch.fx.GraphModule,
     example_inputs: list[Any],
     options: ApplyOptions,
-    optimiser: Callable[[Region, ApplyOptions], Call] = optimise,
+    optimiser: Callable[..., Call] = optimise,
 ) -> Call:
     """Return what runs in place of a graph: the backend for whoever has all the options of a run.
 
@@ -216,7 +245,15 @@ def fuse_graph(
         optimiser: rewrites the graph at its first call.
     """
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
-        return _unfused(graph_module, "gradients are enabled; wrap the call in torch.no_grad()")
+        if dynamo.has_dynamic_shapes(graph_module):
+            return _unfused(graph_module, "gradients are enabled, and its sizes are open; compile it with dynamic=False")
+        return TrainedGraph(
+            graph_module, example_inputs, traced=retrace(graph_module), options=options,
+            names=lambda args: _names(graph_module, args)[0], unfused=functools.partial(_unfused, graph_module),
+            half=lambda half: _FirstCall(
+                half, options, functools.partial(optimiser, check=None), autograd_graphs.copied_graph, _given_names
+            ),
+        )  # fmt: skip
     if dynamo.has_dynamic_shapes(graph_module):
         try:
             return _FirstCall(graph_module, options, optimise_for_any_size)

@@ -111,3 +111,15 @@ def test_a_few_numbers_pass_where_they_differ_by_chance_and_not_where_they_are_w
         check = check_model([("logits", ours)], [("logits", theirs)], [("logits", truth)], "float64 copy")
         assert check.is_passed == is_right
     assert "4 numbers say little of it" in check.limit
+
+
+def test_where_eager_has_no_digit_right_its_noise_is_the_limit_eight_times():
+    truth = torch.zeros(1000, dtype=torch.float64) + 1e-20
+    noise = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e-9
+
+    def found(times):
+        rows = [("gradient", noise * times)], [("gradient", noise)], [("gradient", truth)]
+        return check_model(*rows, "float64")
+
+    assert found(7).is_passed and "no digit right" in found(7).limit
+    assert not found(9).is_passed

@@ -159,7 +159,7 @@ def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:
     oracle, name = None, "eager"
     if not any(_is_random(node) for node in region.graph.graph.nodes):
         try:
-            oracle = _region_outcome(_Wide(region.graph).run, region, slots, is_wide=True)
+            oracle = _region_outcome(Wide(region.graph).run, region, slots, is_wide=True)
             name = "float64"
         except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
             oracle = None
@@ -186,7 +186,7 @@ def _is_random(node: torch.fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-class _Wide(torch.fx.Interpreter):
+class Wide(torch.fx.Interpreter):
     """Runs a graph in float64: each float tensor is widened where an op reads it, so that weights are wide one at a time."""
 
     def run_node(self, node: torch.fx.Node) -> Any:

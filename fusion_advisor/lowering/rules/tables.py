@@ -9,8 +9,9 @@ from __future__ import annotations
 from fusion_advisor.ir.affine_index import Index
 from fusion_advisor.ir.dtypes import DTYPES, FLOATS, INTEGERS, CannotLower, compute_dtype
 from fusion_advisor.lowering.builder.builder import RuleTables
+from fusion_advisor.lowering.rules.backward import BACKWARD, ROWS_BACKWARD
 from fusion_advisor.lowering.rules.gather import GATHERS, GROUPED
-from fusion_advisor.lowering.rules.pointwise import POINTWISE
+from fusion_advisor.lowering.rules.pointwise import POINTWISE as _FORWARD
 from fusion_advisor.lowering.rules.reduction import SPECIAL as _ROWS
 from fusion_advisor.lowering.rules.resample import RESAMPLED
 from fusion_advisor.lowering.rules.scatter import rows_of, scattered, written_shape
@@ -22,7 +23,8 @@ __all__ = [
     "compute_dtype", "piece_rule", "repeat_rule",
 ]  # fmt: skip
 
-SPECIAL = {**_ROWS, **GATHERS, **GROUPED, **RESAMPLED, **SHIFTED}
+POINTWISE = {**_FORWARD, **BACKWARD}
+SPECIAL = {**_ROWS, **ROWS_BACKWARD, **GATHERS, **GROUPED, **RESAMPLED, **SHIFTED}
 LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
 """Base names of the ATen ops that some kernel can compute."""
 RULES = RuleTables(

@@ -1,0 +1,1 @@
+"""Graphs that train: the forward and the backward pass rewritten apart, judged together by their gradients and their time."""

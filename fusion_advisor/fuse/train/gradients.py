@@ -1,0 +1,161 @@
+"""One step of a graph that trains: its outputs and the gradients of all that it is given, for ways to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fusion_advisor.fuse.live.model_check import Wide
+from fusion_advisor.records import ModelCheck
+from fusion_advisor.verify.compare_models import check_model
+from fusion_advisor.verify.subgraph_oracle import to_float64
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """What a step is run on.
+
+    Attributes:
+        names: of the inputs.
+        args: the tensors of a call.
+        tangents: a gradient for each output that has one, in order.
+    """
+
+    names: tuple[str, ...]
+    args: tuple[Any, ...]
+    tangents: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, call: Call, names: Sequence[str], args: Sequence[Any]) -> TrainingStep:
+        """Return the step of a call, with gradients of its outputs drawn at random: 1 for a single number.
+
+        Args:
+            call: runs the graph's own ops.
+            names: of the inputs.
+            args: the tensors of a call.
+        """
+        step = cls(tuple(names), tuple(args), ())
+        with _same_numbers(args):
+            outputs = _with_gradient(_tensors(call(*step.leaves())))
+        generators: dict[torch.device, torch.Generator] = {}
+        tangents = []
+        for _, output in outputs:
+            drawn = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(0))
+            shape, dtype, device = output.shape, output.dtype, output.device
+            tangents.append(
+                torch.ones(shape, dtype=dtype, device=device)
+                if output.dim() == 0
+                else torch.randn(shape, dtype=dtype, device=device, generator=drawn)
+            )
+        return cls(step.names, step.args, tuple(tangents))
+
+    def leaves(self, *, is_wide: bool = False) -> list[Any]:
+        """Return the inputs for one run: what asks for a gradient as a leaf of its own, what does not as a copy.
+
+        The copies keep buffers that the graph writes to as they are.
+        """
+        found = []
+        for arg in self.args:
+            if not isinstance(arg, torch.Tensor):
+                found.append(arg)
+                continue
+            own = to_float64(arg.detach()) if is_wide else arg.detach()
+            if arg.requires_grad:
+                found.append(own.requires_grad_())
+            else:
+                found.append(own.clone())
+        return found
+
+    def run(self, call: Call, *, is_wide: bool = False) -> list[tuple[str, torch.Tensor]]:
+        """Run forward and backward once, with the random numbers of every other run.
+
+        Args:
+            call: takes the graph's inputs.
+            is_wide: floats are given in fp64.
+
+        Returns:
+            (name, tensor) of each output and of each gradient.
+        """
+        leaves = self.leaves(is_wide=is_wide)
+        with torch.enable_grad(), _same_numbers(self.args):
+            outputs = _tensors(call(*leaves))
+            asked = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            tangents = [to_float64(one) if is_wide else one for one in self.tangents]
+            gradients = torch.autograd.grad(
+                [output for _, output in _with_gradient(outputs)], [leaf for _, leaf in asked], tangents, allow_unused=True
+            )
+        named = [
+            (f"gradient of {self.names[n]}", gradient)
+            for (n, _), gradient in zip(asked, gradients, strict=True)
+            if gradient is not None
+        ]
+        return [*((name, output.detach()) for name, output in outputs), *named]
+
+
+Rows = list[tuple[str, torch.Tensor]]
+"""(name, tensor) of outputs and gradients."""
+
+
+def check_gradients(ours: Rows, theirs: Rows, wide: Callable[[], Rows]) -> ModelCheck:
+    """Judge the outputs and all gradients of a rewritten graph by the rule of whole models.
+
+    Args:
+        ours: what the rewritten graph returns.
+        theirs: what its own ops return, with the same random numbers.
+        wide: runs the same ops in fp64, for the truth.
+
+    Raises:
+        LostGradient: one side has gradients that the other lacks.
+    """
+    if lost := {name for name, _ in ours} ^ {name for name, _ in theirs}:
+        raise LostGradient(f"{min(lost)} is there on one side only")
+    try:
+        truth, oracle = wide(), "float64"
+    except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
+        truth, oracle = theirs, "eager"
+    return check_model(ours, theirs, truth, oracle)
+
+
+class WideWithSameNumbers(Wide):
+    """Runs a graph in float64, except that random ops draw what they draw in the dtypes that they were traced in."""
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        """Run one node."""
+        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        traced = iter([source.meta["val"] for source in node.all_input_nodes])
+
+        def narrow(one: Any) -> Any:
+            return one.to(next(traced).dtype) if isinstance(one, torch.Tensor) else one
+
+        assert callable(node.target)
+        found = node.target(*pytree.tree_map(narrow, args), **pytree.tree_map(narrow, kwargs))
+        if node.target is torch.ops.aten.native_dropout.default:
+            value, p, mask = to_float64(args[0]), float(args[1]), found[1]
+            return value * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+        return pytree.tree_map_only(torch.Tensor, to_float64, found)
+
+
+class LostGradient(Exception):
+    """A rewritten graph returns other gradients than its own ops do."""
+
+
+def _tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
+    leaves = pytree.tree_leaves(output)
+    return [(f"output {n}", leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def _with_gradient(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, output) for name, output in outputs if output.requires_grad]
+
+
+def _same_numbers(args: Sequence[Any]) -> Any:
+    devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
+    return torch.random.fork_rng(devices=devices)

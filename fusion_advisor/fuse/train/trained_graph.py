@@ -1,0 +1,155 @@
+"""A graph of dynamo's that trains: both passes rewritten at its first call, and kept where the whole step gains by it.
+
+Both passes are AOTAutograd's graphs. Each is optimised like a graph that only infers, on the tensors of one step with random
+gradients of its outputs. Then the step with both is compared with the graph's own ops under autograd: outputs and all gradients
+against fp64, and the time of forward and backward together. A step that is not right or not faster runs the graph's own ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.fx import GraphModule
+
+from fusion_advisor.capture.graph.side_effects import Numbers
+from fusion_advisor.fuse.live.model_check import Wide
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.train.gradients import LostGradient, Rows, TrainingStep, WideWithSameNumbers, check_gradients
+from fusion_advisor.records import ModelCheck
+from fusion_advisor.runtime.torch_internals import autograd_graphs
+from fusion_advisor.timing.host_timer import HostTimer, step_timer
+from fusion_advisor.timing.interleaving import interleave
+from fusion_advisor.timing.paired import Comparison, compare_rounds
+
+_ROUNDS, _BUDGET_S = 40, 3.0
+
+Call = Callable[..., Any]
+
+
+class Half(Protocol):
+    """One of the two passes: optimised at its first call.
+
+    Attributes:
+        instead: where it is set, what runs in its place.
+    """
+
+    instead: Call | None
+
+    @property
+    def graph(self) -> GraphModule:
+        """As AOTAutograd made it."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something was rewritten at the first call."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+
+
+class TrainedGraph:
+    """Judges a graph with both passes rewritten at its first call, then stands for what is faster.
+
+    Args:
+        graph_module: dynamo's graph.
+        inputs: its fake inputs.
+        traced: the same in ATen ops that autograd differentiates.
+        names: of its inputs.
+        options: of the run.
+        half: makes a pass's call from its graph.
+        unfused: warns with a reason and returns the call of the graph's own ops.
+        timer: of steps; None: the one of the device.
+        check: compares outputs and gradients.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        inputs: list[Any],
+        *,
+        traced: GraphModule,
+        names: Callable[[tuple[Any, ...]], Sequence[str]],
+        options: ApplyOptions,
+        half: Callable[[GraphModule], Half],
+        unfused: Callable[[str], Call],
+        timer: HostTimer | None = None,
+        check: Callable[..., ModelCheck] = check_gradients,
+    ) -> None:
+        self._original, self._traced, self._names, self._options = graph_module, traced, names, options
+        self._unfused, self._timer, self._check = unfused, timer, check
+        self._halves: list[Half] = []
+        self._joint = autograd_graphs.with_backward(graph_module, inputs, self._taken(half), self._taken(half))
+        self._call: Call | None = None
+
+    def _taken(self, make: Callable[[GraphModule], Half]) -> Callable[[GraphModule], Half]:
+        def taken(graph_module: GraphModule) -> Half:
+            self._halves.append(make(graph_module))
+            return self._halves[-1]
+
+        return taken
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph."""
+        if self._call is None:
+            numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
+            try:
+                self._call = self._chosen(args)
+            except torch.cuda.OutOfMemoryError:
+                self._call = self._unfused("no memory is left for a second step to compare with")
+            finally:
+                numbers.restore()
+        return self._call(*args)
+
+    def _chosen(self, args: tuple[Any, ...]) -> Call:
+        """Optimise both passes, compare, and return what runs from now on."""
+        original: Call = self._original.forward
+        step = TrainingStep.of(original, self._names(args), args)
+        step.run(self._joint)  # the first call of each pass optimises it
+        if not any(half.is_changed for half in self._halves):
+            return original
+        ours = step.run(self._joint)
+        if autograd_graphs.draws_numbers(self._traced):
+            # Eager's dropout may draw other numbers from the same seed than the one op that it is traced as.
+            theirs, wide = self._run_instead(step, lambda half: half.forward), self._wide_halves
+        else:
+            theirs, wide = step.run(original), self._wide
+        try:
+            found = self._check(ours, theirs, functools.partial(wide, step))
+        except LostGradient as lost:
+            return self._unfused(f"the step's gradients are others than the graph's own: {lost}")
+        if not found.is_passed:
+            return self._unfused(
+                f"the step's outputs and gradients are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
+                f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}"
+            )
+        if self._options.is_timed and self._compared(step).high_ns >= 0:
+            return original
+        return self._joint
+
+    def _wide(self, step: TrainingStep) -> Rows:
+        """Run the ops as the model calls them in fp64."""
+        return step.run(Wide(self._traced).run, is_wide=True)
+
+    def _wide_halves(self, step: TrainingStep) -> Rows:
+        """Run both passes as they were traced in fp64, with the random numbers that the narrow ops draw."""
+        return self._run_instead(step, lambda graph: WideWithSameNumbers(graph).run, is_wide=True)
+
+    def _run_instead(self, step: TrainingStep, instead: Callable[[GraphModule], Call], *, is_wide: bool = False) -> Rows:
+        for half in self._halves:
+            half.instead = instead(half.graph)
+        try:
+            return step.run(self._joint, is_wide=is_wide)
+        finally:
+            for half in self._halves:
+                half.instead = None
+
+    def _compared(self, step: TrainingStep) -> Comparison:
+        on_cuda = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in step.args)
+        before, after = interleave(
+            [lambda: step.run(self._original.forward), lambda: step.run(self._joint)],
+            rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=on_cuda, timer=self._timer or step_timer(on_cuda=on_cuda),
+        )  # fmt: skip
+        return compare_rounds(before, after, self._options.confidence)

@@ -1,0 +1,161 @@
+"""Backward passes of activations, dropout and softmax: ATen's own ops of a backward graph, in the IR's arithmetic.
+
+Each formula is the derivative that torch's kernels compute, with their choice at the kinks (``aten/src/ATen/native``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fusion_advisor.ir.affine_index import Index
+from fusion_advisor.ir.dtypes import CannotLower, argument_of
+from fusion_advisor.lowering.builder.builder import Rule
+from fusion_advisor.records import OpNode, Ref
+
+if TYPE_CHECKING:
+    from fusion_advisor.lowering.builder.builder import Lowering
+
+
+class _Maths:
+    """A derivative's arithmetic; floats become constants of the gradient's dtype."""
+
+    def __init__(self, lowering: Lowering, op: OpNode, where: Index) -> None:
+        self.lowering, self.op, self.where = lowering, op, where
+        self.gradient = lowering.argument(op, 0, where)
+        self.dtype = lowering.values[self.gradient].dtype
+
+    def operand(self, position: int) -> int:
+        """The element of another tensor argument."""
+        return self.lowering.argument(self.op, position, self.where, dtype=self.dtype)
+
+    def number(self, position: int, name: str, default: float) -> float:
+        """A number among the arguments."""
+        found = argument_of(self.op, position, name, default)
+        if not isinstance(found, int | float):
+            raise CannotLower("FA601", f"{self.op.target} has an argument {found!r} that no kernel takes")
+        return float(found)
+
+    def __call__(self, name: str, *args: int | float) -> int:
+        """Append an op."""
+        numbers = [self.lowering.const(arg, self.dtype) if isinstance(arg, float) else arg for arg in args]
+        is_compare = name in ("gt", "lt", "ge", "le", "or", "and")
+        return self.lowering.make(name, *numbers, dtype="bool" if is_compare else self.dtype)
+
+    def one_minus(self, value: int) -> int:
+        """1 − value."""
+        return self("sub", 1.0, value)
+
+
+def _of_tanh(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    result = maths.operand(1)
+    return maths("mul", maths.gradient, maths.one_minus(maths("mul", result, result)))
+
+
+def _of_sigmoid(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    result = maths.operand(1)
+    return maths("mul", maths("mul", maths.gradient, maths.one_minus(result)), result)
+
+
+def _of_silu(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    value = maths.operand(1)
+    gate = maths("sigmoid", value)
+    slope = maths("add", 1.0, maths("mul", value, maths.one_minus(gate)))
+    return maths("mul", maths("mul", maths.gradient, gate), slope)
+
+
+def _of_gelu(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    value = maths.operand(1)
+    square = maths("mul", value, value)
+    if dict(op.kwargs).get("approximate", "none") == "tanh":
+        root, cubic = math.sqrt(2 / math.pi), 0.044715
+        inner = maths("mul", root, maths("add", value, maths("mul", cubic, maths("mul", square, value))))
+        curve = maths("tanh", inner)
+        inner_slope = maths("mul", root, maths("add", 1.0, maths("mul", 3 * cubic, square)))
+        bend = maths("mul", maths.one_minus(maths("mul", curve, curve)), inner_slope)
+        slope = maths("add", maths("mul", 0.5, maths("add", 1.0, curve)), maths("mul", maths("mul", 0.5, value), bend))
+    else:
+        below = maths("mul", 0.5, maths("add", 1.0, maths("erf", maths("mul", value, math.sqrt(0.5)))))
+        density = maths("mul", maths("exp", maths("mul", square, -0.5)), 1 / math.sqrt(2 * math.pi))
+        slope = maths("add", below, maths("mul", value, density))
+    return maths("mul", maths.gradient, slope)
+
+
+def _of_threshold(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    return maths("where", maths("le", maths.operand(1), maths.number(2, "threshold", 0.0)), 0.0, maths.gradient)
+
+
+def _of_leaky_relu(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    below = maths("mul", maths.gradient, maths.number(2, "negative_slope", 0.01))
+    return maths("where", maths("gt", maths.operand(1), 0.0), maths.gradient, below)
+
+
+def _of_hardtanh(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    value = maths.operand(1)
+    low, high = maths.number(2, "min_val", -1.0), maths.number(3, "max_val", 1.0)
+    return maths("where", maths("or", maths("le", value, low), maths("ge", value, high)), 0.0, maths.gradient)
+
+
+def _of_hardsigmoid(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    value = maths.operand(1)
+    inside = maths("and", maths("gt", value, -3.0), maths("lt", value, 3.0))
+    return maths("where", inside, maths("mul", maths.gradient, 1 / 6), 0.0)
+
+
+def _of_elu(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    alpha, scale, input_scale = (maths.number(n, "", 1.0) for n in (1, 2, 3))
+    value = maths.operand(5)
+    if op.args[4]:
+        below = maths("mul", input_scale, maths("add", value, alpha * scale))
+    else:
+        below = maths("mul", input_scale * alpha * scale, maths("exp", maths("mul", value, input_scale)))
+    above = maths("mul", maths.gradient, scale)
+    return maths("where", maths("le", value, 0.0), maths("mul", maths.gradient, below), above)
+
+
+def _of_softplus(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    scaled = maths("mul", maths.operand(1), maths.number(2, "beta", 1.0))
+    power = maths("exp", scaled)
+    bent = maths("div", maths("mul", maths.gradient, power), maths("add", power, 1.0))
+    return maths("where", maths("gt", scaled, maths.number(3, "threshold", 20.0)), maths.gradient, bent)
+
+
+def _of_dropout(lowering: Lowering, op: OpNode, where: Index) -> int:
+    maths = _Maths(lowering, op, where)
+    return maths("mul", maths.gradient, maths("mul", maths.operand(1), maths.number(2, "scale", 1.0)))
+
+
+def _of_softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """With y the result of softmax: y (g − Σ g y); of log_softmax: g − exp(y) Σ g."""
+    source, other, dim = op.args[0], op.args[1], op.args[2]
+    assert isinstance(source, Ref) and isinstance(other, Ref) and isinstance(dim, int)
+    meta = lowering.meta(source.index)
+    inner, variables = lowering.reduction_index(op, meta, (dim,), where, keepdim=True)
+    gradient = lowering.row_element(source.index, inner, op)
+    result = lowering.row_element(other.index, inner, op)
+    here = (gradient, result) if inner == where else (lowering.argument(op, 0, where), lowering.argument(op, 1, where))
+    if "log_softmax" in op.target:
+        total = lowering.reduce("sum", gradient, variables)
+        return lowering.make("sub", here[0], lowering.make("mul", lowering.make("exp", here[1]), total))
+    total = lowering.reduce("sum", lowering.make("mul", gradient, result), variables)
+    return lowering.make("mul", here[1], lowering.make("sub", here[0], total))
+
+
+BACKWARD: dict[str, Rule] = {
+    "tanh_backward": _of_tanh, "sigmoid_backward": _of_sigmoid, "silu_backward": _of_silu, "gelu_backward": _of_gelu,
+    "threshold_backward": _of_threshold, "leaky_relu_backward": _of_leaky_relu, "hardtanh_backward": _of_hardtanh,
+    "hardsigmoid_backward": _of_hardsigmoid, "elu_backward": _of_elu, "softplus_backward": _of_softplus,
+    "native_dropout_backward": _of_dropout,
+}  # fmt: skip
+"""Of ops that compute element by element."""
+ROWS_BACKWARD: dict[str, Rule] = {"_softmax_backward_data": _of_softmax, "_log_softmax_backward_data": _of_softmax}

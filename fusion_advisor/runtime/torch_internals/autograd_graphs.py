@@ -1,0 +1,68 @@
+"""AOTAutograd: a graph's forward and backward pass as two graphs of ATen ops, inside one autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import Graph, GraphModule, Node
+
+from fusion_advisor.runtime.torch_internals import fx_trace
+
+MakeCall = Callable[[GraphModule], Callable[..., Any]]
+"""Takes one of the two graphs and returns what runs in its place."""
+
+
+def with_backward(graph_module: GraphModule, inputs: list[Any], forward: MakeCall, backward: MakeCall) -> Callable[..., Any]:
+    """Return a graph as a function that autograd differentiates by a second graph; call it in dynamo's backend.
+
+    What the backward pass reads is chosen by torch's min-cut partitioner: it computes again what is cheaper to compute than to
+    keep. Nothing that is random is drawn again. A backward pass may run twice (``retain_graph``), and has no gradient itself.
+
+    Args:
+        graph_module: dynamo's graph.
+        inputs: its fake inputs.
+        forward: makes the call for the forward graph, which returns the outputs and what is kept.
+        backward: makes the call for the backward graph, which is given what was kept and the outputs' gradients.
+    """
+
+    def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
+        return lambda half, _: make_boxed_func(make(half))
+
+    to_graphs = aot_autograd(
+        fw_compiler=compiler(forward),
+        bw_compiler=compiler(backward),
+        inference_compiler=compiler(forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    with config.patch(donated_buffer=False):  # else the backward pass frees what it was given, and cannot run again
+        call: Callable[..., Any] = to_graphs(graph_module, inputs)
+    return call
+
+
+def copied_graph(graph_module: GraphModule) -> GraphModule:
+    """Return a graph that may be changed, over the same tensors; its nodes keep what was traced."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return fx_trace.lazy_graph_module(graph_module, graph, class_name="Half")
+
+
+def draws_numbers(graph_module: GraphModule) -> bool:
+    """Whether an op of a graph is random; attention and dropout are where they drop something."""
+    return any(map(_draws, graph_module.graph.nodes))
+
+
+def _draws(node: Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    name, args = str(node.target), node.args
+    if name.startswith("aten.scaled_dot_product_attention."):
+        return bool((args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0)
+    if name.startswith(("aten.dropout.", "aten.native_dropout.")):
+        return bool(args[1] != 0 and args[2] is not False)
+    return True

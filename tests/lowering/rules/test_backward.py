@@ -1,0 +1,89 @@
+"""Gradients of activations, dropout and softmax against torch's own ops in fp64, at the kinks and at special values too."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fusion_advisor.lowering.rules.backward import BACKWARD, ROWS_BACKWARD
+from tests.kernel_cases.lowered import check
+
+_aten = torch.ops.aten
+# Lambdas, because the tracer would take a default argument for an input.
+ACTIVATIONS = {
+    "tanh_backward": _aten.tanh_backward,
+    "sigmoid_backward": _aten.sigmoid_backward,
+    "silu_backward": _aten.silu_backward,
+    "gelu_backward": lambda g, x: _aten.gelu_backward(g, x),  # noqa: PLW0108
+    "gelu_backward_tanh": lambda g, x: _aten.gelu_backward(g, x, approximate="tanh"),
+    "threshold_backward": lambda g, x: _aten.threshold_backward(g, x, 0),
+    "threshold_backward_at": lambda g, x: _aten.threshold_backward(g, x, 0.5),
+    "leaky_relu_backward": lambda g, x: _aten.leaky_relu_backward(g, x, 0.2, False),
+    "hardtanh_backward": lambda g, x: _aten.hardtanh_backward(g, x, -1.0, 1.0),
+    "hardtanh_backward_relu6": lambda g, x: _aten.hardtanh_backward(g, x, 0.0, 6.0),
+    "hardsigmoid_backward": _aten.hardsigmoid_backward,
+    "elu_backward": lambda g, x: _aten.elu_backward(g, 0.7, 1.1, 1.2, False, x),
+    "elu_backward_of_result": lambda g, x: _aten.elu_backward(g, 0.7, 1.1, 1.2, True, x),
+    "softplus_backward": lambda g, x: _aten.softplus_backward(g, x, 1.0, 20.0),
+    "softplus_backward_beta": lambda g, x: _aten.softplus_backward(g, x, 2.5, 3.0),
+    "native_dropout_backward": lambda g, x: _aten.native_dropout_backward(g, x > 0, 1.25),
+}
+RTOL = {"hardsigmoid_backward": 1e-7}
+"""Torch's own sixth is an fp32 number."""
+KINKS = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -3.0, 6.0, 20.0, 21.0, 1e-30, 300.0, -300.0]
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_every_rule_is_tested():
+    tested = {name.partition("_backward")[0] + "_backward" for name in ACTIVATIONS}
+    assert tested == set(BACKWARD) and set(ROWS_BACKWARD) == {"_softmax_backward_data", "_log_softmax_backward_data"}
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 7), (2, 3, 4), (6,)], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation(name, shape):
+    check(ACTIVATIONS[name], drawn(*shape), 3 * drawn(*shape, seed=1), rtol=RTOL.get(name, 1e-12))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_at_its_kinks(name):
+    values = torch.tensor(KINKS, dtype=torch.float64)
+    check(ACTIVATIONS[name], drawn(len(KINKS)), values, rtol=RTOL.get(name, 1e-12))
+
+
+@pytest.mark.parametrize("name", ["tanh_backward", "sigmoid_backward", "threshold_backward", "leaky_relu_backward"])
+def test_numbers_that_are_none(name):
+    values = torch.tensor([math.inf, -math.inf, math.nan, 1.0], dtype=torch.float64)
+    check(ACTIVATIONS[name], torch.tensor([1.0, 1.0, 1.0, math.nan], dtype=torch.float64), values)
+
+
+def test_gradients_are_broadcast():
+    check(lambda g, x: _aten.tanh_backward(g.expand(4, 6), x), drawn(1, 6), drawn(4, 6, seed=1))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 8), (4, 1)], ids=str)
+@pytest.mark.parametrize("is_log", [False, True])
+def test_a_softmax(is_log, shape):
+    if is_log:
+        check(lambda g, x: _aten._log_softmax_backward_data(g, x, -1, torch.float64), drawn(*shape), drawn(*shape, seed=1))
+    else:
+        check(lambda g, x: _aten._softmax_backward_data(g, x, -1, torch.float64), drawn(*shape), drawn(*shape, seed=1))
+
+
+def test_a_softmax_read_at_another_place():
+    check(
+        lambda g, x: _aten._softmax_backward_data(g, x, -1, torch.float64).transpose(0, 1) * 2.0,
+        drawn(4, 3, 8), drawn(4, 3, 8, seed=1),
+    )  # fmt: skip
+
+
+def test_scores_that_were_scaled_and_masked():
+    def scores(g, x, mask):
+        return _aten._softmax_backward_data(g, x, -1, torch.float64).masked_fill(mask, 0.0) * 0.125
+
+    check(scores, drawn(2, 4, 8), drawn(2, 4, 8, seed=1).softmax(-1), drawn(2, 4, 8, seed=2) > 0)
