@@ -15,6 +15,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,6 +145,12 @@ def _given_names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> t
     return names, ("input",) * len(args)
 
 
+def _differentiable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
+    """Return the graph in ATen ops as the model calls them; None where it holds an op of graphs (a checkpoint)."""
+    holds_graphs = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph_module.graph.nodes)
+    return None if holds_graphs else retrace(graph_module)
+
+
 class _FirstCall:
     """Optimises a graph with the tensors of its first call, then stands for the result.
 
@@ -247,12 +254,13 @@ def fuse_graph(
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         if dynamo.has_dynamic_shapes(graph_module):
             return _unfused(graph_module, "gradients are enabled, and its sizes are open; compile it with dynamic=False")
+        passes = functools.partial(
+            _FirstCall, options=replace(options, freeze=False), optimiser=functools.partial(optimiser, check=None),
+            trace=autograd_graphs.copied_graph, names=_given_names,
+        )  # fmt: skip
         return TrainedGraph(
-            graph_module, example_inputs, traced=retrace(graph_module), options=options,
+            graph_module, example_inputs, traced=_differentiable(graph_module), options=options, half=passes,
             names=lambda args: _names(graph_module, args)[0], unfused=functools.partial(_unfused, graph_module),
-            half=lambda half: _FirstCall(
-                half, options, functools.partial(optimiser, check=None), autograd_graphs.copied_graph, _given_names
-            ),
         )  # fmt: skip
     if dynamo.has_dynamic_shapes(graph_module):
         try:

@@ -12,7 +12,8 @@ from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.verify.accuracy import Error, error_of, is_inside, unit_of
 from fusion_advisor.verify.likeliest import agreement
 
-_MODEL_FACTOR = 1.5
+MODEL_FACTOR = 1.5
+"""Times eager's own error that an output's may be."""
 _FEW_FACTOR = 8.0
 _QUANTILE = 3.09
 """Of the normal distribution: one in a thousand lies above."""
@@ -33,6 +34,7 @@ class _Output:
         theirs_error: against the oracle.
         between: error of the fused model's against the original model's.
         is_exact: it holds integers as floats, for which there is no tolerance.
+        least_factor: so many times eager's own error may be at least.
     """
 
     name: str
@@ -43,6 +45,7 @@ class _Output:
     theirs_error: Error
     between: Error
     is_exact: bool
+    least_factor: float
 
     @property
     def is_logits(self) -> bool:
@@ -62,7 +65,7 @@ class _Output:
         Of a gradient that is zero but for rounding (of a key's bias, under a softmax) eager has no digit right. What is left is
         the rounding of a few rows, however many numbers it is spread over.
         """
-        return _FEW_FACTOR if self.theirs_error.rel_l2 >= 1 else factor_for(self.ours.numel())
+        return _FEW_FACTOR if self.theirs_error.rel_l2 >= 1 else max(self.least_factor, factor_for(self.ours.numel()))
 
 
 def factor_for(count: int) -> float:
@@ -71,7 +74,7 @@ def factor_for(count: int) -> float:
     Both errors are of as many numbers as the output has. Half the logarithm of the ratio of two mean squares of n numbers each
     is about normal with variance 1 / (n - 1) (Fisher's z): four numbers of equally exact models differ by 6 once in a thousand.
     """
-    return min(_FEW_FACTOR, max(_MODEL_FACTOR, math.exp(_QUANTILE / math.sqrt(count - 1)))) if count > 1 else _FEW_FACTOR
+    return min(_FEW_FACTOR, max(MODEL_FACTOR, math.exp(_QUANTILE / math.sqrt(count - 1)))) if count > 1 else _FEW_FACTOR
 
 
 def check_model(
@@ -82,6 +85,7 @@ def check_model(
     *,
     tolerance: Tolerance | None = None,
     exact: Collection[str] = (),
+    least_factor: float = MODEL_FACTOR,
 ) -> ModelCheck:
     """Compare whole-model outputs; the worst floating output decides.
 
@@ -92,11 +96,12 @@ def check_model(
         oracle_name: ``float64 copy``, ``float32 copy`` or ``eager``.
         tolerance: the user's limit instead of eager's own error; every floating output must keep to it.
         exact: names of outputs that hold integers as floats, for which there is no tolerance.
+        least_factor: so many times eager's own error an output's may be at least.
     """
     other = [name for (name, ours), (_, theirs) in zip(fused, eager, strict=True) if ours.shape != theirs.shape]
     if other:
         return _of_other_shapes(other, oracle_name)
-    outputs = _floating_outputs(fused, eager, oracle, exact)
+    outputs = _floating_outputs(fused, eager, oracle, exact, least_factor)
     if not outputs:
         raise ValueError("the model returns no floating tensor")
     worst = max(outputs, key=lambda output: output.overrun(oracle_name))
@@ -129,6 +134,7 @@ def _floating_outputs(
     eager: Sequence[tuple[str, torch.Tensor]],
     oracle: Sequence[tuple[str, torch.Tensor]],
     exact: Collection[str],
+    least_factor: float,
 ) -> list[_Output]:
     return [
         _Output(
@@ -140,6 +146,7 @@ def _floating_outputs(
             theirs_error=error_of(theirs, truth),
             between=error_of(ours, theirs),
             is_exact=name in exact,
+            least_factor=least_factor,
         )
         for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True)
         if ours.is_floating_point()
@@ -164,7 +171,7 @@ def _limit(worst: _Output, oracle_name: str, tolerance: Tolerance | None) -> str
         units = f"8 units in the last place of {str(worst.ours.dtype).removeprefix('torch.')}"
         return f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit_of(worst.ours.dtype):.2g} ({units})"
     factor = worst.factor
-    few = "" if factor == _MODEL_FACTOR else f"; {worst.ours.numel()} numbers say little of it"
+    few = "" if factor == worst.least_factor else f"; {worst.ours.numel()} numbers say little of it"
     few = "; eager has no digit right" if worst.theirs_error.rel_l2 >= 1 else few
     return f"relative error against the oracle ≤ {factor:.2g} × eager's own (or one unit in the last place{few})"
 

@@ -25,6 +25,7 @@ from fusion_advisor.timing.interleaving import interleave
 from fusion_advisor.timing.paired import Comparison, compare_rounds
 
 _ROUNDS, _BUDGET_S = 40, 3.0
+_SEED = 1
 
 Call = Callable[..., Any]
 
@@ -56,7 +57,7 @@ class TrainedGraph:
     Args:
         graph_module: dynamo's graph.
         inputs: its fake inputs.
-        traced: the same in ATen ops that autograd differentiates.
+        traced: the same in ATen ops that autograd differentiates; None where it cannot be traced so (under a checkpoint).
         names: of its inputs.
         options: of the run.
         half: makes a pass's call from its graph.
@@ -70,7 +71,7 @@ class TrainedGraph:
         graph_module: GraphModule,
         inputs: list[Any],
         *,
-        traced: GraphModule,
+        traced: GraphModule | None,
         names: Callable[[tuple[Any, ...]], Sequence[str]],
         options: ApplyOptions,
         half: Callable[[GraphModule], Half],
@@ -110,12 +111,14 @@ class TrainedGraph:
         step.run(self._joint)  # the first call of each pass optimises it
         if not any(half.is_changed for half in self._halves):
             return original
-        ours = step.run(self._joint)
-        if autograd_graphs.draws_numbers(self._traced):
+        # Other numbers than at the first call: a mask of that call would be right for that call alone. And a second backward pass
+        # over what is kept: one that writes to it is right once.
+        ours = step.run(self._joint, seed=_SEED, backward_passes=2)
+        if any(autograd_graphs.draws_numbers(half.graph) for half in self._halves):
             # Eager's dropout may draw other numbers from the same seed than the one op that it is traced as.
             theirs, wide = self._run_instead(step, lambda half: half.forward), self._wide_halves
         else:
-            theirs, wide = step.run(original), self._wide
+            theirs, wide = step.run(original, seed=_SEED), self._wide_halves if self._traced is None else self._wide
         try:
             found = self._check(ours, theirs, functools.partial(wide, step))
         except LostGradient as lost:
@@ -131,7 +134,8 @@ class TrainedGraph:
 
     def _wide(self, step: TrainingStep) -> Rows:
         """Run the ops as the model calls them in fp64."""
-        return step.run(Wide(self._traced).run, is_wide=True)
+        assert self._traced is not None
+        return step.run(Wide(self._traced).run, is_wide=True, seed=_SEED)
 
     def _wide_halves(self, step: TrainingStep) -> Rows:
         """Run both passes as they were traced in fp64, with the random numbers that the narrow ops draw."""
@@ -141,7 +145,7 @@ class TrainedGraph:
         for half in self._halves:
             half.instead = instead(half.graph)
         try:
-            return step.run(self._joint, is_wide=is_wide)
+            return step.run(self._joint, is_wide=is_wide, seed=_SEED)
         finally:
             for half in self._halves:
                 half.instead = None

@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.runtime.torch_internals import fx_trace
@@ -32,7 +33,12 @@ def with_backward(graph_module: GraphModule, inputs: list[Any], forward: MakeCal
     """
 
     def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
-        return lambda half, _: make_boxed_func(make(half))
+        def compiled(half: GraphModule, _: list[Any]) -> Callable[..., Any]:
+            _keep_what_is_given()
+            boxed: Callable[..., Any] = make_boxed_func(make(half))
+            return boxed
+
+        return compiled
 
     to_graphs = aot_autograd(
         fw_compiler=compiler(forward),
@@ -40,9 +46,19 @@ def with_backward(graph_module: GraphModule, inputs: list[Any], forward: MakeCal
         inference_compiler=compiler(forward),
         partition_fn=min_cut_rematerialization_partition,
     )
-    with config.patch(donated_buffer=False):  # else the backward pass frees what it was given, and cannot run again
+    with config.patch(donated_buffer=False):
         call: Callable[..., Any] = to_graphs(graph_module, inputs)
     return call
+
+
+def _keep_what_is_given() -> None:
+    """Say that the backward pass frees nothing of what the forward pass kept: then it may run again (``retain_graph``).
+
+    Torch refuses that where the list of what is freed is not empty, and leaves it unset where it was not asked for.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def copied_graph(graph_module: GraphModule) -> GraphModule:
@@ -53,16 +69,19 @@ def copied_graph(graph_module: GraphModule) -> GraphModule:
 
 
 def draws_numbers(graph_module: GraphModule) -> bool:
-    """Whether an op of a graph is random; attention and dropout are where they drop something."""
+    """Whether an op of a graph is random; attention and dropout are where they drop something.
+
+    Args:
+        graph_module: of ATen ops.
+    """
     return any(map(_draws, graph_module.graph.nodes))
 
 
 def _draws(node: Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    name, args = str(node.target), node.args
-    if name.startswith("aten.scaled_dot_product_attention."):
-        return bool((args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0)
-    if name.startswith(("aten.dropout.", "aten.native_dropout.")):
-        return bool(args[1] != 0 and args[2] is not False)
-    return True
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given = {argument.name: argument.default_value for argument in node.target._schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | dict(node.kwargs)
+    share = given.get("dropout_p", given.get("p"))
+    return bool(share != 0 and given.get("train") is not False)

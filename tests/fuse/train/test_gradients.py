@@ -1,0 +1,83 @@
+"""The check of a step's gradients, on errors that are planted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_advisor.fuse.train.gradients import LostGradient, TrainingStep, WideWithSameNumbers, check_gradients
+from fusion_advisor.runtime.torch_internals.autograd_graphs import draws_numbers
+
+COUNT = 30
+
+
+def rows(scale, seed):
+    drawn = torch.Generator().manual_seed(seed)
+    return [(f"gradient {n}", TRUTH[n][1].float() * (1 + scale * torch.randn(500, generator=drawn))) for n in range(COUNT)]
+
+
+TRUTH = [
+    (f"gradient {n}", torch.randn(500, generator=torch.Generator().manual_seed(n), dtype=torch.float64)) for n in range(COUNT)
+]
+
+
+@pytest.mark.parametrize(("scale", "is_passed"), [(1e-5, True), (1.3e-5, True), (1.7e-5, False)])
+def test_all_gradients_together_keep_to_half_more_than_eagers_error(scale, is_passed):
+    found = check_gradients(rows(scale, 1), rows(1e-5, 2), lambda: TRUTH)
+    assert found.is_passed is is_passed and found.oracle == "float64"
+    assert is_passed or "all gradients together" in found.limit
+
+
+@pytest.mark.parametrize(("times", "is_passed"), [(3, True), (5, False)])
+def test_one_gradient_keeps_to_four_times(times, is_passed):
+    ours = rows(1e-5, 1)
+    ours[7] = rows(times * 1e-5, 1)[7]
+    assert check_gradients(ours, rows(1e-5, 2), lambda: TRUTH).is_passed is is_passed
+
+
+def test_a_gradient_that_is_missing_is_said():
+    with pytest.raises(LostGradient, match="gradient 29"):
+        check_gradients(rows(1e-5, 1)[:-1], rows(1e-5, 2), lambda: TRUTH)
+
+
+def test_without_a_truth_both_sides_are_compared():
+    def none():
+        raise RuntimeError("no kernel for float64")
+
+    assert check_gradients(rows(0.0, 1), rows(0.0, 1), none).oracle == "eager"
+    assert not check_gradients(rows(1e-3, 1), rows(0.0, 1), none).is_passed
+
+
+def test_a_step_leaves_weights_and_random_numbers_alone():
+    weight = torch.randn(4, 4, requires_grad=True)
+    count = torch.zeros(())
+
+    def call(x, weight, count):
+        count.add_(1)
+        return torch.nn.functional.dropout(x @ weight, 0.5), count
+
+    x = torch.randn(3, 4)
+    step = TrainingStep.of(call, ("x", "weight", "count"), (x, weight, count))
+    before = torch.random.get_rng_state()
+    first, again = step.run(call), step.run(call)
+    assert [name for name, _ in first] == ["output 0", "output 1", "gradient of weight"]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(first, again, strict=True))
+    assert weight.grad is None and count == 0 and torch.equal(torch.random.get_rng_state(), before)
+    assert not torch.equal(step.run(call, seed=7)[0][1], first[0][1])
+
+
+def test_random_ops_draw_the_same_in_float64():
+    def drop(x):
+        return torch.ops.aten.native_dropout.default(x, 0.5, True)
+
+    graph = torch.fx.symbolic_trace(drop)
+    x = torch.randn(64)
+    for node in graph.graph.nodes:
+        node.meta["val"] = x
+    assert draws_numbers(graph)
+    torch.manual_seed(0)
+    narrow, mask = drop(x)
+    torch.manual_seed(0)
+    wide, same = WideWithSameNumbers(graph).run(x.double())
+    assert torch.equal(mask, same) and wide.dtype == torch.float64
+    torch.testing.assert_close(wide.float(), narrow)

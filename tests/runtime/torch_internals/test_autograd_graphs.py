@@ -1,0 +1,60 @@
+"""Both passes of a dynamo graph as graphs of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_advisor.runtime.torch_internals import autograd_graphs
+
+
+def halves_of(function, *args):
+    """Compile a function with both passes as they are; returns (result, names of the passes' ops)."""
+    seen = []
+
+    def take(graph_module):
+        seen.append([str(node.target) for node in graph_module.graph.find_nodes(op="call_function", target=None)] or graph_module)
+        return graph_module.forward
+
+    def backend(graph_module, inputs):
+        return autograd_graphs.with_backward(graph_module, inputs, take, take)
+
+    result = torch.compile(function, backend=backend, dynamic=False)(*args)
+    torch.compiler.reset()
+    return result, seen
+
+
+def test_there_is_a_graph_for_each_pass_and_the_backward_pass_may_run_twice():
+    x = torch.randn(5, requires_grad=True)
+    result, seen = halves_of(lambda x: torch.nn.functional.gelu(x).sum(), x)
+    result.backward(retain_graph=True)
+    result.backward()
+    assert len(seen) == 2
+    own = x.detach().clone().requires_grad_()
+    torch.nn.functional.gelu(own).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * own.grad)
+
+
+def test_a_copy_of_a_graph_may_be_changed():
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)
+    copy = autograd_graphs.copied_graph(graph)
+    copy.graph.find_nodes(op="call_function", target=torch.relu)[0].target = torch.neg
+    copy.recompile()
+    x = torch.tensor([2.0])
+    assert copy(x) == -1 and graph(x) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "is_random"),
+    [
+        (lambda x: torch.ops.aten.native_dropout.default(x, 0.5, True), True),
+        (lambda x: torch.ops.aten.native_dropout.default(x, 0.5, False), False),
+        (lambda x: torch.ops.aten.native_dropout.default(x, 0.0, True), False),
+        (lambda x: torch.ops.aten.bernoulli.default(x), True),
+        (lambda x: torch.ops.aten.scaled_dot_product_attention.default(x, x, x), False),
+        (lambda x: torch.ops.aten.scaled_dot_product_attention.default(x, x, x, None, 0.1), True),
+        (lambda x: torch.ops.aten.relu.default(x), False),
+    ],
+)
+def test_which_ops_draw_numbers(function, is_random):
+    assert autograd_graphs.draws_numbers(torch.fx.symbolic_trace(function)) is is_random
