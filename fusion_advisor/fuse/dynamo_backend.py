@@ -172,6 +172,19 @@ class _FirstCall:
         self._names = names or _names
         self._call: Call | None = None
 
+    def optimise(self, args: tuple[Any, ...]) -> Call:
+        """Return what runs from now on, by the tensors of a call."""
+        self._region.example_args = args
+        self._region.names, self._region.roles = self._names(self._original, args)
+        numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
+        try:
+            has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
+            self._call = self._optimiser(self._region, self._options) if has_tensors else self._original.forward
+        finally:
+            numbers.restore()
+        self._region.example_args = ()  # nothing of the call is kept alive
+        return self._call
+
     @property
     def graph(self) -> torch.fx.GraphModule:
         """As it was traced."""
@@ -186,15 +199,7 @@ class _FirstCall:
         if self.instead is not None:
             return self.instead(*args)
         if self._call is None:
-            self._region.example_args = args
-            self._region.names, self._region.roles = self._names(self._original, args)
-            numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
-            try:
-                has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
-                self._call = self._optimiser(self._region, self._options) if has_tensors else self._original.forward
-            finally:
-                numbers.restore()
-            self._region.example_args = ()  # nothing of the call is kept alive
+            self._call = self.optimise(args)
         try:
             return self._call(*args)
         except LayoutChanged as change:

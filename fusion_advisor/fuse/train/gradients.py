@@ -115,8 +115,8 @@ def check_gradients(ours: Rows, theirs: Rows, wide: Callable[[], Rows]) -> Model
     """Judge the outputs and all gradients of a rewritten graph beside eager's own errors.
 
     All gradients together keep to one limit, each one to a wider one. Both are wider than the limit of a model's outputs, since a
-    gradient's error is that of the few values that it comes from: with four pictures of eight labels in tiny ViTs single ones were
-    0.6 to 1.8 times as far from fp64 as eager's, all together up to 1.5 times.
+    gradient's error is that of the few values that it comes from: with four pictures of eight labels in tiny ViTs single ones
+    were 0.6 to 1.8 times as far from fp64 as eager's, all together up to 1.5 times.
 
     Args:
         ours: what the rewritten graph returns.

@@ -31,7 +31,7 @@ Call = Callable[..., Any]
 
 
 class Half(Protocol):
-    """One of the two passes: optimised at its first call.
+    """One of the two passes.
 
     Attributes:
         instead: where it is set, what runs in its place.
@@ -45,7 +45,10 @@ class Half(Protocol):
 
     @property
     def is_changed(self) -> bool:
-        """Whether something was rewritten at the first call."""
+        """Whether something was rewritten."""
+
+    def optimise(self, args: tuple[Any, ...]) -> Call:
+        """Rewrite it, by the tensors of a call."""
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
@@ -108,7 +111,7 @@ class TrainedGraph:
         """Optimise both passes, compare, and return what runs from now on."""
         original: Call = self._original.forward
         step = TrainingStep.of(original, self._names(args), args)
-        step.run(self._joint)  # the first call of each pass optimises it
+        self._optimise_halves(step)
         if not any(half.is_changed for half in self._halves):
             return original
         # Other numbers than at the first call: a mask of that call would be right for that call alone. And a second backward pass
@@ -131,6 +134,32 @@ class TrainedGraph:
         if self._options.is_timed and self._compared(step).high_ns >= 0:
             return original
         return self._joint
+
+    def _optimise_halves(self, step: TrainingStep) -> None:
+        """Rewrite both passes on what one step gives them.
+
+        Not in the step: autograd runs the backward pass of a GPU in a thread of its own, which nothing should be profiled in.
+        """
+        given: list[tuple[Half, tuple[Any, ...]]] = []
+
+        def noting(half: Half) -> Call:
+            def run(*args: Any) -> Any:
+                given.append((half, args))
+                return half.graph(*args)
+
+            return run
+
+        for half in self._halves:
+            half.instead = noting(half)
+        try:
+            step.run(self._joint)
+        finally:
+            for half in self._halves:
+                half.instead = None
+        with torch.no_grad():
+            while given:
+                half, args = given.pop()
+                half.optimise(args)
 
     def _wide(self, step: TrainingStep) -> Rows:
         """Run the ops as the model calls them in fp64."""

@@ -58,7 +58,7 @@ def losses(name, model, call, order=range(BATCH)):
     found = []
     for number in range(STEPS):
         optimizer.zero_grad()
-        loss = call(**batch(name, number, order)).loss
+        loss = call(**batch(name, number % 3, order)).loss
         loss.backward()
         optimizer.step()
         found.append(loss.detach())

@@ -9,11 +9,11 @@ from fusion_advisor.runtime.torch_internals import autograd_graphs
 
 
 def halves_of(function, *args):
-    """Compile a function with both passes as they are; returns (result, names of the passes' ops)."""
+    """Compile a function with both passes as they are; returns (result, graphs of the passes)."""
     seen = []
 
     def take(graph_module):
-        seen.append([str(node.target) for node in graph_module.graph.find_nodes(op="call_function", target=None)] or graph_module)
+        seen.append(graph_module)
         return graph_module.forward
 
     def backend(graph_module, inputs):
@@ -50,10 +50,10 @@ def test_a_copy_of_a_graph_may_be_changed():
         (lambda x: torch.ops.aten.native_dropout.default(x, 0.5, True), True),
         (lambda x: torch.ops.aten.native_dropout.default(x, 0.5, False), False),
         (lambda x: torch.ops.aten.native_dropout.default(x, 0.0, True), False),
-        (lambda x: torch.ops.aten.bernoulli.default(x), True),
+        (lambda x: torch.ops.aten.bernoulli.default(x) + 1, True),
         (lambda x: torch.ops.aten.scaled_dot_product_attention.default(x, x, x), False),
         (lambda x: torch.ops.aten.scaled_dot_product_attention.default(x, x, x, None, 0.1), True),
-        (lambda x: torch.ops.aten.relu.default(x), False),
+        (lambda x: torch.ops.aten.relu.default(x) + 1, False),
     ],
 )
 def test_which_ops_draw_numbers(function, is_random):

@@ -1,0 +1,41 @@
+"""Run by ``test_ddp.py`` in each of two processes: steps of a model in DistributedDataParallel, fused and plain."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.fuse.train.test_trained_graph import WIDTH, Block, Counted, step
+
+
+def main() -> None:
+    """Print whether a pass was rewritten and how far the gradients are from plain DDP's."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(), Block())
+    plain = copy.deepcopy(model)
+    backend = Counted()
+    fused = torch.compile(DistributedDataParallel(model), backend=backend, dynamic=False)
+    other = DistributedDataParallel(plain)
+    x = torch.randn(8, 5, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        step(fused, x)
+        step(other, x)
+    errors = [
+        float((mine.grad - own.grad).norm() / own.grad.norm())
+        for mine, own in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+    sums = torch.stack([parameter.grad.double().sum() for parameter in model.parameters()])
+    both = [torch.empty_like(sums) for _ in range(2)]
+    dist.all_gather(both, sums)
+    sys.stdout.write(f"RESULT {dist.get_rank()} {any(backend.changed)} {max(errors):.3e} {torch.equal(*both)}\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
