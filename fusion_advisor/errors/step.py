@@ -112,10 +112,11 @@ class FusionIsForInference(AdvisorError):
     """apply was asked for a training step."""
 
     code = "FA312"
-    message = "--phase train can be profiled but not applied: fused kernels compute no gradients"
-    note = "a fused model runs its original ops where gradients are enabled"
+    message = "--phase train can be profiled but not applied"
+    note = "a model that apply fused runs its original ops where gradients are enabled"
     hint = (
-        "use torch.compile(model) for training, or Liger's kernels where it knows the model; apply --phase forward for inference"
+        'fuse both passes with torch.compile(model, backend="fusion_advisor", dynamic=False), or use Liger\'s kernels '
+        "where it knows the model; apply --phase forward for inference"
     )
     exit_code = 2
 

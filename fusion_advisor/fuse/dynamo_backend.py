@@ -2,8 +2,8 @@
 
 Dynamo keeps what it is good at (guards, graph breaks, recompiles); each graph that it hands over is retraced, its chains are
 found, checked and timed on the tensors of its first call, and what pays stays, if the graph's results as a whole keep to the
-limit of a model's. Graphs that do not, that train, or that write to their inputs (timing would repeat the write), run as dynamo
-captured them, and the reason is said once per reason.
+limit of a model's. Graphs that do not, or that write to their inputs (timing would repeat the write), run as dynamo captured
+them, and the reason is said once per reason. Of a graph that asks for gradients both passes are rewritten (``fuse.train``).
 
 Inside torch.compile the guards are dynamo's alone: a method that is replaced in a class later is not seen, as with every backend.
 ``fa.apply`` sees it.
@@ -76,6 +76,7 @@ def optimise(
         The rewritten graph, or the original one when nothing pays, its inputs are written to, nsys or ncu watches, or the results
         as a whole are further from the truth than a model's may be.
     """
+    instruments = instruments.with_effort(options.effort)
     device = next(value.device for value in region.example_args if isinstance(value, torch.Tensor))
     bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda", timer=instruments.timer)
     written = _written_input(bench.ops)
@@ -260,8 +261,8 @@ def fuse_graph(
         if dynamo.has_dynamic_shapes(graph_module):
             return _unfused(graph_module, "gradients are enabled, and its sizes are open; compile it with dynamic=False")
         passes = functools.partial(
-            _FirstCall, options=replace(options, freeze=False), optimiser=functools.partial(optimiser, check=None),
-            trace=autograd_graphs.copied_graph, names=_given_names,
+            _FirstCall, options=replace(options, freeze=False, effort="quick"), trace=autograd_graphs.copied_graph,
+            optimiser=functools.partial(optimiser, check=None), names=_given_names,
         )  # fmt: skip
         return TrainedGraph(
             graph_module, example_inputs, traced=_differentiable(graph_module), options=options, half=passes,

@@ -94,8 +94,9 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "model raised in train() mode, or autograd refused an op.",
     ),
     "FA312": (
-        "A fused kernel replaces the forward ops of a chain; autograd finds no ops to differentiate. `profile "
-        "--phase train` shows where a training step spends its time, and torch.compile fuses forward and backward.",
+        "What apply installs replaces the forward ops of a chain; autograd finds no ops to differentiate. `profile "
+        "--phase train` shows where a training step spends its time. As a backend of torch.compile fusion-advisor rewrites "
+        "forward and backward graphs.",
     ),
     "FA313": (
         "The fused kernels are for inference: dropout and gradients are left to the model's own ops, so "
