@@ -178,7 +178,7 @@ def test_a_training_step_is_profiled_and_not_applied(run: Run, fake: Core) -> No
     for target in (("org/m", "--phase", "train"), ("step",)):
         ran = run("apply", *target)
         assert (ran.code, "error[FA312]: --phase train can be profiled but not applied" in ran.err) == (2, True)
-        assert "help: use torch.compile(model) for training" in ran.err
+        assert "help: fuse both passes with torch.compile(model, backend=" in ran.err
     assert len(fake.requests) == 1  # nothing was loaded for a command that is refused
     assert run("explain", "FA312").code == 0
 
