@@ -1,7 +1,7 @@
 """Measures ``fleet`` over growing numbers of traces: seconds, processor time, MB of JSON, memory of the largest worker.
 
 Run: ``python -m tools.make_fleet DIR --count 2000 --broken 20 --hostile 5 --launches 300``, then
-``python -m tools.measure_fleet DIR 10 50 200 1000 2000 --json figures.json``.
+``python -m tools.measure_fleet DIR 10 50 200 1000 2000 --json figures.json --chart figures.svg``.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--engine", default="local")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--chart", type=Path)
     asked = parser.parse_args()
     found = sorted(asked.folder.rglob("*.json.gz"))
     step = {count: max(1, len(found) // count) for count in asked.counts}
@@ -61,6 +62,26 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if asked.chart:
+        draw(rows, asked.chart)
+
+
+def draw(rows: list[dict[str, Any]], to: Path) -> None:
+    """Draw processor time over the size of the JSON, both on logarithmic axes, with a line of constant cost through the last."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams.update({"svg.hashsalt": "fleet", "svg.fonttype": "none"})
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axis = figure.add_subplot(xscale="log", yscale="log", xlabel="MB of JSON", ylabel="processor time of all workers, s")
+    sizes, times = [row["json_mb"] for row in rows], [row["cpu_s"] for row in rows]
+    axis.plot(sizes, [size * times[-1] / sizes[-1] for size in sizes], color="#999999", linewidth=1, label="linear")
+    axis.plot(sizes, times, "o", color="#1f6feb", label="measured")
+    for row, size, time_s in zip(rows, sizes, times, strict=True):
+        axis.annotate(f"{row['traces']:,} traces", (size, time_s), textcoords="offset points", xytext=(6, -12), fontsize=9)
+    axis.grid(visible=True, color="#e6e6e6", linewidth=0.6)
+    axis.legend(frameon=False)
+    figure.savefig(to, format="svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

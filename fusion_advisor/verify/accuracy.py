@@ -8,7 +8,7 @@ the same sum is already a unit away, on either side (1.4 in sums of a dozen numb
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,18 +36,25 @@ def error_of(result: torch.Tensor, oracle: torch.Tensor) -> Error:
     """Measure ``result`` against ``oracle`` (same shape, fp64 or any wider type), over positions where both are finite."""
     got, want = result.detach().to(torch.float64), oracle.detach().to(torch.float64)
     both = torch.isfinite(got) & torch.isfinite(want)
+    if both.all():
+        return _error_of_finite(got - want, want)
     # A NaN answers a NaN, and an infinity one of the same sign or what the result's dtype has no number for; everything else that
     # is not finite is a mismatch.
     rounded = want.to(result.dtype).to(torch.float64) if result.dtype.is_floating_point else want
     agree = both | (torch.isnan(got) & torch.isnan(want)) | (got == rounded)
-    difference = torch.where(both, got - want, torch.zeros_like(got))
-    kept = torch.where(both, want, torch.zeros_like(want))
-    norm = float(torch.linalg.vector_norm(kept))
+    zero = torch.zeros_like(got)
+    error = _error_of_finite(torch.where(both, got - want, zero), torch.where(both, want, zero))
+    return replace(error, nonfinite=int((~agree).sum()))
+
+
+def _error_of_finite(difference: torch.Tensor, want: torch.Tensor) -> Error:
+    norm = float(torch.linalg.vector_norm(want))
+    error = float(torch.linalg.vector_norm(difference))
     return Error(
         max_abs=float(difference.abs().max()) if difference.numel() else 0.0,
-        rel_l2=float(torch.linalg.vector_norm(difference)) / norm if norm > 0 else float(torch.linalg.vector_norm(difference)),
-        oracle_max=float(kept.abs().max()) if kept.numel() else 0.0,
-        nonfinite=int((~agree).sum()),
+        rel_l2=error / norm if norm > 0 else error,
+        oracle_max=float(want.abs().max()) if want.numel() else 0.0,
+        nonfinite=0,
         elements=difference.numel(),
     )
 
