@@ -116,7 +116,8 @@ def test_it_is_timed_first_and_what_follows_is_made_for_its_layout():
             rows = {row.id: row for row in run.report.rewrites}
             row = rows["contiguous-rows"]
             # Which one it is follows from the machine's load; test_layout_trial.py gives it times of its own.
-            assert row.status is (Status.KEPT if row.step_delta_ns <= 0 else Status.SLOWER) and row.sites == 1
+            assert row.sites == 1
+            assert row.status is Status.KEPT or (row.status is Status.SLOWER and row.step_delta_ns > 0)
             assert run.report.model_check.is_passed
             torch.testing.assert_close(model(SOUND), expected)
             assert not run.fused.fallbacks
