@@ -78,7 +78,9 @@ def draw(rows: list[dict[str, Any]], to: Path) -> None:
     axis.plot(sizes, [size * times[-1] / sizes[-1] for size in sizes], color="#999999", linewidth=1, label="linear")
     axis.plot(sizes, times, "o", color="#1f6feb", label="measured")
     for row, size, time_s in zip(rows, sizes, times, strict=True):
-        axis.annotate(f"{row['traces']:,} traces", (size, time_s), textcoords="offset points", xytext=(6, -12), fontsize=9)
+        at = {"textcoords": "offset points", "xytext": (-8, 5), "ha": "right", "fontsize": 9}
+        axis.annotate(f"{row['traces']:,} traces", (size, time_s), **at)
+    axis.margins(x=0.2)
     axis.grid(visible=True, color="#e6e6e6", linewidth=0.6)
     axis.legend(frameon=False)
     figure.savefig(to, format="svg", metadata={"Date": None})
