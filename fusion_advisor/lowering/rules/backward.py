@@ -21,6 +21,7 @@ class _Maths:
     """A derivative's arithmetic; floats become constants of the gradient's dtype."""
 
     def __init__(self, lowering: Lowering, op: OpNode, where: Index) -> None:
+        _refuse_mixed(lowering, op)
         self.lowering, self.op, self.where = lowering, op, where
         self.gradient = lowering.argument(op, 0, where)
         self.dtype = lowering.values[self.gradient].dtype
@@ -45,6 +46,18 @@ class _Maths:
     def one_minus(self, value: int) -> int:
         """1 − value."""
         return self("sub", 1.0, value)
+
+
+def _refuse_mixed(lowering: Lowering, op: OpNode) -> None:
+    """Refuse tensors of different dtypes: autograd passes none, and what torch makes of them differs from op to op.
+
+    Raises:
+        CannotLower: the result is no float, or an operand has another dtype; a mask of booleans may.
+    """
+    wanted = op.outputs[0].dtype
+    found = [lowering.meta(one.index).dtype for one in op.args if isinstance(one, Ref)]
+    if not wanted.startswith(("float", "bfloat")) or found[0] != wanted or set(found) - {wanted, "bool"}:
+        raise CannotLower("FA601", f"{op.target} of {', '.join(found)} has no lowering")
 
 
 def _of_tanh(lowering: Lowering, op: OpNode, where: Index) -> int:
@@ -140,6 +153,9 @@ def _of_softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
     source, other, dim = op.args[0], op.args[1], op.args[2]
     assert isinstance(source, Ref) and isinstance(other, Ref) and isinstance(dim, int)
     meta = lowering.meta(source.index)
+    _refuse_mixed(lowering, op)
+    if not meta.shape or lowering.meta(other.index).shape != meta.shape:
+        raise CannotLower("FA601", f"{op.target} of other shapes than its result's has no lowering")
     inner, variables = lowering.reduction_index(op, meta, (dim,), where, keepdim=True)
     gradient = lowering.row_element(source.index, inner, op)
     result = lowering.row_element(other.index, inner, op)

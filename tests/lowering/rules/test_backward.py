@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.lowering.rules.backward import BACKWARD, ROWS_BACKWARD
-from tests.kernel_cases.lowered import check
+from tests.kernel_cases.lowered import check, lower_function
 
 _aten = torch.ops.aten
 # Lambdas, because the tracer would take a default argument for an input.
@@ -87,3 +88,17 @@ def test_scores_that_were_scaled_and_masked():
         return _aten._softmax_backward_data(g, x, -1, torch.float64).masked_fill(mask, 0.0) * 0.125
 
     check(scores, drawn(2, 4, 8), drawn(2, 4, 8, seed=1).softmax(-1), drawn(2, 4, 8, seed=2) > 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda g, x: _aten.native_dropout_backward(g, x, 0.5), (torch.ones(3, dtype=torch.uint8), torch.ones(3).half())),
+        (_aten.tanh_backward, (torch.ones(3).half(), torch.ones(3))),
+        (lambda g, x: _aten._log_softmax_backward_data(g, x, 0, torch.float32), (torch.ones(()), torch.ones(()))),
+    ],
+    ids=["integers", "two dtypes", "a single number"],
+)
+def test_what_autograd_never_passes_is_refused(function, inputs):
+    with pytest.raises(CannotLower):
+        lower_function(function, *inputs)
