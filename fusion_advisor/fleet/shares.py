@@ -50,7 +50,7 @@ def split(work: Sequence[Work]) -> Split:
 
 
 def _new_ns(ends: dict[int, int], device: int, start_ns: int, stop_ns: int) -> int:
-    """Return how much of a span is behind all spans of its device before it, and move the device's end on."""
+    """Return how much of a span comes after the device's end so far, and move that end on."""
     end_ns = ends.get(device, start_ns)
     if stop_ns <= end_ns:
         return 0

@@ -10,6 +10,7 @@ import contextlib
 import math
 from decimal import Decimal
 from operator import attrgetter
+from types import GenericAlias
 from typing import Any, cast
 
 import msgspec
@@ -52,7 +53,7 @@ _ClockEvent = cast("type[TraceEvent]", msgspec.defstruct("_ClockEvent", _TIMES, 
 _LATEST_US = float(1 << 63)
 _time_of = attrgetter("ts")
 _decode_events = msgspec.json.Decoder(list[TraceEvent]).decode
-_decode_late_events = msgspec.json.Decoder(list[_ClockEvent]).decode  # type: ignore[valid-type] # made by defstruct
+_decode_late_events = msgspec.json.Decoder(GenericAlias(list, (_ClockEvent,))).decode
 _decode_event = msgspec.json.Decoder(_ClockEvent).decode
 
 

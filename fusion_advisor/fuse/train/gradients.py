@@ -112,7 +112,7 @@ class TrainingStep:
 
 
 def check_gradients(ours: Rows, theirs: Rows, wide: Callable[[], Rows]) -> ModelCheck:
-    """Judge the outputs and all gradients of a rewritten graph beside eager's own errors.
+    """Judge the outputs and all gradients of a rewritten graph; eager's own errors set the limits.
 
     All gradients together keep to one limit, each one to a wider one. Both are wider than the limit of a model's outputs, since a
     gradient's error is that of the few values that it comes from: with four pictures of eight labels in tiny ViTs single ones

@@ -1,4 +1,4 @@
-"""Tiny transformers that train under the backend: 30 steps on text, beside eager and eager with its rows in another order."""
+"""Tiny transformers train for 30 steps on text: the losses stay as near to eager's as eager's do when its rows change places."""
 
 from __future__ import annotations
 
