@@ -35,6 +35,9 @@ MUST_GAIN = 0.02
 _BUDGET_S = 1.4
 """No further configuration is built after this; the last one may take another 0.3 s."""
 _TIMING_S = 0.2
+_FIRST_ROUNDS = 4
+_FAR = 0.1
+"""A configuration that is slower than the fastest by more than this, by the median of the first rounds, is not timed further."""
 _MOST_SETS = 64
 _GUESSED_BYTES_PER_NS = 2000.0
 Build = Callable[[Tuning], Launcher]
@@ -322,8 +325,20 @@ def time_launchers(
         except Exception:  # noqa: BLE001 - more registers or shared memory than a block may have: each backend says it its own way
             continue
         kept.append((tuning, text))
-    times = interleaved(clock, repetitions, rotation.calls, rounds=15, budget_s=_TIMING_S, least=5)
+    times = interleaved(
+        clock, repetitions, rotation.calls, rounds=15, budget_s=_TIMING_S, least=_FIRST_ROUNDS + 1, still_open=_near_the_fastest
+    )
     return [(tuning, text, round(statistics.median(series))) for (tuning, text), series in zip(kept, times, strict=True)]
+
+
+def _near_the_fastest(times: Sequence[Sequence[int]]) -> list[int]:
+    """Return, by number, the configurations that go on."""
+    medians = [statistics.median(series) for series in times]
+    most = max(map(len, times))
+    going = [number for number, series in enumerate(times) if len(series) == most]
+    if most < _FIRST_ROUNDS:
+        return going
+    return [number for number in going if medians[number] <= (1 + _FAR) * min(medians)]
 
 
 def _choose(timed: Sequence[tuple[Tuning, int]]) -> tuple[Tuning, int, int]:

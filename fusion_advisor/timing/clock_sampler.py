@@ -62,6 +62,7 @@ class Watch:
     def runs_at_power_limit(self, queue: Callable[[], object], wait: Callable[[], object]) -> bool:
         """Run a step again and again for a while; return whether the power limit holds its clock down then.
 
+        A limit that did not show in the first half of that time is not waited for.
         One that takes longer than a second is not run again: it brings the clock to where it keeps it by itself.
 
         Args:
@@ -78,9 +79,13 @@ class Watch:
         if step_ns > _LONG_NS:
             return False
         late: list[ClockSample] = []
+        was_seen = False
         while (taken_ns := self._now_ns() - start) < 1e9 * _LOOK_S or not late:
             sample = self._at_work(self._read, queue, step_ns)
+            was_seen |= _POWER_LIMIT in (sample.reasons or ())
             if taken_ns > 1e9 * _LOOK_S / 2:
+                if not was_seen:
+                    return False
                 late.append(sample)
             wait()
         return is_at_power_limit(Clocks(samples=tuple(late)))

@@ -3,7 +3,8 @@
 Every round times all variants once in random order, and the next round in reverse order, so clock drift hits all of them.
 Each timed run follows an untimed run of the same variant, because a GPU at its power limit sets its clock by the previous
 run. At that limit two questions need two methods: long turns show how long a step takes when it repeats, and single runs
-after rests show which of two steps is faster. Figures: ``docs/measurements/timing.md``.
+after rests show which of two steps is faster. Where no such limit holds a step down, a round's runs may follow one another
+(``in_a_row``), which takes half the time. Figures: ``docs/measurements/timing.md``.
 
 On a GPU a step is timed as the replay of its own CUDA graph: launches from Python cost the same before and after and would
 hide the kernels. On a CPU the call itself is timed.
@@ -112,6 +113,7 @@ def interleave(
     on_cuda: bool,
     turn_s: float = 0.0,
     rest: float = 0.0,
+    in_a_row: bool = False,
     least: int = 6,
     least_s: float = 0.0,
     most_s: float = 0.0,
@@ -130,6 +132,8 @@ def interleave(
         on_cuda: time with CUDA events instead of the host's clock.
         turn_s: how long each candidate runs in a round; 0: one timed run.
         rest: ahead of each run the device is idle for so many times as long as the run before it took, and no run is untimed.
+        in_a_row: with CUDA events and no rest, a round's runs are queued one after another, and an untimed one ahead of them,
+            so that none begins on an idle device; for replays of graphs, which the device takes longer for than the host.
         least: the fewest rounds.
         least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
@@ -145,7 +149,8 @@ def interleave(
         were left out have fewer.
     """
     schedule = _Schedule(rounds, budget_s, least=least, least_s=least_s, most_s=most_s, is_settled=is_settled)
-    turns = _Turns(candidates, functools.partial(_timed_on_host, timer) if not on_cuda else _timed_on_device, before, timer)
+    timed = functools.partial(_timed_on_host, timer) if not on_cuda else _repeated_on_device
+    turns = _Turns(candidates, timed, before, timer)
     turns.warm_up(turn_s, rest)
     times: list[list[int]] = [[] for _ in candidates]
     started = timer.seconds()
@@ -154,9 +159,11 @@ def interleave(
     while order and not schedule.is_over(number, timer.seconds() - started, times):
         if number % 2 == 0:
             orders.shuffle(order)
-        for position in reversed(order) if number % 2 else order:
-            times[position].append(turns.take(position, rest))
-            after(number, position, times[position][-1])
+        sequence = order[::-1] if number % 2 else order
+        taken = turns.take_in_a_row(sequence) if in_a_row else (turns.take(position, rest) for position in sequence)
+        for position, last_ns in zip(sequence, taken, strict=True):
+            times[position].append(last_ns)
+            after(number, position, last_ns)
         number += 1
         taken_s = timer.seconds() - started
         left = still_open(times) if taken_s >= least_s else None
@@ -238,6 +245,12 @@ class _Turns:
         self._last_ns = _middle_mean(self._timed(candidate, self._before, runs))
         return self._last_ns
 
+    def take_in_a_row(self, positions: Sequence[int]) -> list[int]:
+        """Time one run of each of these candidates on the device, queued one after another; returns their nanoseconds."""
+        self._before()
+        self._candidates[positions[0]]()
+        return _timed_on_device([self._candidates[position] for position in positions], self._before)
+
 
 def _timed_on_host(timer: HostTimer, call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:
     times = []
@@ -247,10 +260,14 @@ def _timed_on_host(timer: HostTimer, call: Callable[[], Any], before: Callable[[
     return times
 
 
-def _timed_on_device(call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:
+def _repeated_on_device(call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:
+    return _timed_on_device([call] * count, before)
+
+
+def _timed_on_device(calls: Sequence[Callable[[], Any]], before: Callable[[], object]) -> list[int]:
     """Time runs without waiting in between, so that none begins on an idle device."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for start, end in events:
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls]
+    for (start, end), call in zip(events, calls, strict=True):
         before()
         start.record()
         call()
@@ -333,7 +350,7 @@ def compare_alone(
 def _once_on_device(call: Callable[[], Any]) -> int:
     """Return about how long a call takes, launches from Python included; it is warm afterwards."""
     call()
-    return _timed_on_device(call, nothing, 1)[0]
+    return _timed_on_device([call], nothing)[0]
 
 
 def _repeat(call: Callable[[], Any], repeats: int) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -153,7 +153,14 @@ def make_clock(device: torch.device) -> Clock:
 
 
 def interleaved(
-    clock: Clock, repetitions: Sequence[Callable[[], object]], calls: int, *, rounds: int, budget_s: float, least: int = 6
+    clock: Clock,
+    repetitions: Sequence[Callable[[], object]],
+    calls: int,
+    *,
+    rounds: int,
+    budget_s: float,
+    least: int = 6,
+    still_open: Callable[[Sequence[Sequence[int]]], Collection[int]] | None = None,
 ) -> list[list[int]]:
     """Time contenders against each other.
 
@@ -164,6 +171,7 @@ def interleaved(
         rounds: the most rounds; each runs every contender once, in an order that rotates and turns around.
         budget_s: stop after this many seconds, but never before ``least`` rounds.
         least: the fewest rounds.
+        still_open: which contenders go on, by the times so far; the others have fewer times. None: all of them do.
 
     Returns:
         Nanoseconds of one call, per contender and round.
@@ -177,6 +185,9 @@ def interleaved(
         turned = order[number % len(order) :] + order[: number % len(order)]
         for position in turned if number % 2 else reversed(turned):
             times[position].append(round(clock.time_ns(repetitions[position]) / calls))
+        if still_open is not None:
+            left = still_open(times)
+            order = [position for position in order if position in left]
     return times
 
 

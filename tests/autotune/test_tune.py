@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -208,6 +209,18 @@ def test_the_fastest_is_chosen_stored_and_read_back(tmp_path):
     (entry,) = json.loads(store.path.read_text())["entries"].values()
     assert entry["median_ns"] == pytest.approx(500)
     assert entry["default_ns"] == pytest.approx(1000)
+
+
+def test_what_is_far_from_the_fastest_is_timed_a_few_times_only(tmp_path):
+    program, seen = programs.rmsnorm(2048, 4096, "bfloat16"), Counter()
+    names = [tuning for tuning, _ in candidates(program, "triton")]
+
+    def cost_ns(tuning):
+        seen[tuning] += 1
+        return {names[0]: 1050, names[1]: 1200}.get(tuning, 1000)
+
+    choose(program, cost_ns, TuningStore(tmp_path / "t.json"))
+    assert seen[names[0]] == seen[names[2]] > 3 * seen[names[1]] > 0
 
 
 def test_less_than_noise_leaves_the_backend_s_choice(tmp_path):

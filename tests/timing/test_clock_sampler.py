@@ -140,7 +140,8 @@ def test_the_power_limit_is_looked_for_once_the_step_has_run_for_a_while(step_ns
         return ClockSample(reasons=("sw_power_cap",) if clock.now_ns >= from_ns else ())
 
     assert clock.watch(read).runs_at_power_limit(clock.step, wait=lambda: None) == (from_ns < 10**12)
-    assert 600_000_000 <= clock.now_ns <= 600_000_000 + 3 * max(step_ns, 5_000_000)
+    took_ns = 600_000_000 if from_ns < 10**12 else 300_000_000  # a limit shows by then, or never
+    assert took_ns <= clock.now_ns <= took_ns + 3 * max(step_ns, 5_000_000)
 
 
 def test_nothing_is_run_to_look_for_a_limit_that_nobody_can_tell():

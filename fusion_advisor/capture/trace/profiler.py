@@ -70,7 +70,7 @@ def _profiler(*, on_cuda: bool) -> Iterator[Any]:
     """Profile while the context lasts, on the host by what torch.profiler wraps: that imports Inductor, which takes 2.7 s."""
     if on_cuda:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        profiler: Any = torch.profiler.profile(activities=activities, acc_events=True)
+        profiler: Any = torch.profiler.profile(activities=activities)
         start, stop = profiler.start, functools.partial(_stop_and_let_go, profiler)
     else:
         profiler = torch.autograd.profiler.profile(use_kineto=True)

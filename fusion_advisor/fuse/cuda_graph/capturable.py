@@ -9,7 +9,10 @@ from fusion_advisor.capture.graph.fx_nodes import source_of, storages, written_s
 
 _WAITING = frozenset({"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
 """Ops that hand a value to the host, or whose result's size does."""
-_COPYING = frozenset({"_to_copy", "to", "copy_", "copy", "lift_fresh_copy", "cuda"})
+_COPYING = frozenset(
+    {"_to_copy", "to", "type_as", "copy_", "copy", "lift_fresh_copy", "cuda", "where", "index_put", "index_put_"}
+)
+"""Ops that copy even a single number from host memory; pointwise ops take it along as an argument of their kernel."""
 
 
 def host_work(module: GraphModule) -> str | None:
@@ -25,7 +28,8 @@ def host_work(module: GraphModule) -> str | None:
             read = {value.device.type for value in _values(source)}
             if read == {"cuda"} and devices == {"cpu"}:
                 return f"the host waits for a value of the device in {place_of(node)}"
-            if read == {"cpu"} and devices == {"cuda"} and (source.op == "placeholder" or name in _COPYING):
+            is_copied = source.op == "placeholder" or name in _COPYING or any(value.dim() for value in _values(source))
+            if read == {"cpu"} and devices == {"cuda"} and is_copied:
                 return (
                     f"`{source.target if source.op == 'placeholder' else source.name}` is read in host memory in {place_of(node)}"
                 )

@@ -197,10 +197,10 @@ def _timed_prefixes(
     prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
-    is_quiet = runner.is_settled(min_gain, confidence)
+    is_quiet, rest = runner.is_settled(min_gain, confidence), runner.rest([calls[0], calls[-1]])
     return interleaving.interleave(
         calls, rounds=_MOST_ROUNDS if candidates else _FEW_ROUNDS, budget_s=budget_s,
-        most_s=PATIENCE * budget_s if candidates else 0.0, rest=runner.rest([calls[0], calls[-1]]),
+        most_s=PATIENCE * budget_s if candidates else 0.0, rest=rest, in_a_row=runner.in_a_row(rest),
         is_settled=lambda times: is_quiet(times) or is_in_vain(times), still_open=open_steps(min_gain, confidence),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
         after=_shown(step, candidates, budget_s, runner.timer),
@@ -213,7 +213,8 @@ def _timed_twice(
     """Time two steps of a runner against each other, after rests where the power limit throttles them."""
     rest = runner.rest(calls)
     one, other = interleaving.interleave(
-        calls, rounds=rounds, budget_s=budget_s, rest=rest, still_open=interleaving.until_precise(_PRECISE, _FEW_ROUNDS),
+        calls, rounds=rounds, budget_s=budget_s, rest=rest, in_a_row=runner.in_a_row(rest),
+        still_open=interleaving.until_precise(_PRECISE, _FEW_ROUNDS),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
@@ -356,9 +357,10 @@ def _once_on_top(
 ) -> tuple[Verdict, float]:
     """Return the verdict of one run, and the step without the rewrite."""
     calls = runner.recorded([before, before, after])
+    rest = runner.rest(calls[-1:])
     times = interleaving.interleave(
         calls, rounds=_MOST_ROUNDS, budget_s=budget_s, most_s=PATIENCE * budget_s,
-        rest=runner.rest(calls[-1:]), is_settled=runner.is_settled(min_gain, confidence),
+        rest=rest, in_a_row=runner.in_a_row(rest), is_settled=runner.is_settled(min_gain, confidence),
         still_open=open_steps(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     del calls

@@ -99,6 +99,14 @@ class StepRunner:
             self._bench.rest = interleaving.REST if is_held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
         return self._bench.rest
 
+    def in_a_row(self, rest: float) -> bool:
+        """Return whether a round's runs may follow one another: they are replays, and no power limit sets their clock.
+
+        Args:
+            rest: that :meth:`rest` returned.
+        """
+        return self.method == "cuda_graph" and not rest
+
     def is_settled(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
         """Return whether the step differs so little from itself that no further time is worth it."""
         return interleaving.is_quiet(min_gain if self.on_cuda else max(min_gain, _CPU_NOISE), confidence)

@@ -784,6 +784,24 @@ def test_copies_between_host_and_device_are_named():
     assert host_work(copying("cuda", "cuda")) is None
 
 
+def reading(target, *, dims):
+    """A graph whose op takes a tensor of the device, and a constant in host memory with so many dims."""
+    made = torch.fx.Graph()
+    a, constant = made.placeholder("a"), made.get_attr("constant")
+    b = made.call_function(target, (constant, a))
+    made.output(b)
+    a.meta["val"], b.meta["val"], constant.meta["val"] = _On("cuda"), _On("cuda"), torch.zeros([2] * dims)
+    owner = torch.nn.Module()
+    owner.register_buffer("constant", torch.zeros([2] * dims))
+    return torch.fx.GraphModule(owner, made)
+
+
+def test_constants_in_host_memory_are_copied_unless_a_kernel_takes_one_number_along():
+    assert host_work(reading(torch.ops.aten.mul.Tensor, dims=0)) is None
+    assert "`constant` is read in host memory" in host_work(reading(torch.ops.aten.mul.Tensor, dims=1))
+    assert "`constant` is read in host memory" in host_work(reading(torch.ops.aten.type_as.default, dims=0))
+
+
 def test_a_region_that_needs_the_host_is_never_recorded(x):
     traced = make_fx(lambda x: torch.nonzero(x).sum() + x, pre_dispatch=True)(x)
     recorder = FakeRecorder()
