@@ -71,7 +71,7 @@ def _frozen(value: Any, writes: Counter[int]) -> Any:
     """Return a key that is equal for equal arguments: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
     if isinstance(value, Node):
         source = _itself(value)
-        return (source, tuple(writes[key] for key in storages(source)))
+        return (source, tuple(writes.get(key, 0) for key in storages(source)))
     if isinstance(value, tuple | list):
         return (list, *(_frozen(item, writes) for item in value))
     if isinstance(value, dict):
@@ -85,10 +85,10 @@ def _itself(node: Node) -> Node:
     """Return what a node that changes nothing (``to`` of the dtype that is there already) was given."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         source = node.all_input_nodes[0]
+        if storages(node) != storages(source) or written_storages(node):  # asked first: it is quick, and says no to most
+            break
         ours, theirs = node.meta.get("val"), source.meta.get("val")
         if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor) or _place(ours) != _place(theirs):
-            break
-        if storages(node) != storages(source) or written_storages(node):
             break
         node = source
     return node
