@@ -122,6 +122,7 @@ def test_cupti_lets_go_of_the_process_behind_a_trace(monkeypatch, cuda, own, see
 
 
 @pytest.mark.gpu
+@pytest.mark.serial
 def test_on_a_gpu_traces_are_whole_again_and_again_and_launches_stay_quick():
     """A coarse ratio within one run: with CUPTI attached a launch takes 1.4 times as long."""
     x = torch.randn(64, 64, device="cuda")
