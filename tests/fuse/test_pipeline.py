@@ -221,6 +221,26 @@ def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, qui
     assert not [node for node in before if "tril" in str(node.target)]  # passes of before this one are in place
 
 
+def test_the_report_says_what_was_expected_and_how_a_change_was_measured(loaded, quick):
+    planted = verdicts(keep_all)
+
+    def decide(bench, candidates, **_):
+        decision = planted.decide(bench, candidates)
+        made = {
+            name: replace(verdict, timed_with=("other",), is_timed_alone=True) for name, verdict in decision.verdicts.items()
+        }
+        return replace(decision, verdicts=made)
+
+    report = apply_workload(loaded, quick, instruments=verdicts(keep_all, decide=decide)).report
+    timed = [row for row in (*report.fusions, *report.rewrites) if row.step_delta_ns is not None]
+    assert len(timed) > 2
+    assert all(row.timed_with == ("other",) and row.is_timed_alone for row in timed if row.id not in LAYOUT_CHANGES)
+    chains = {chain.id for chain in report.chains}
+    for row in timed:
+        if row.predicted_saving_ns is not None and getattr(row, "chain_id", "") in chains | {""}:
+            assert row.predicted_low_ns < row.predicted_saving_ns < row.predicted_high_ns
+
+
 def test_steps_are_traced_and_timed_as_asked(loaded, quick):
     asked = []
 

@@ -70,7 +70,15 @@ class Observation:
     @property
     def is_precise(self) -> bool:
         """Whether the measurement can judge the prediction."""
-        return self.measured_ns != 0 and self.noise_ns <= PRECISE * max(abs(self.measured_ns), abs(self.predicted_ns))
+        return self.is_within(PRECISE)
+
+    def is_within(self, share: float) -> bool:
+        """Whether the saving was measured so narrowly.
+
+        Args:
+            share: half the measured interval, at most, over the larger of the measured and the predicted saving.
+        """
+        return self.measured_ns != 0 and self.noise_ns <= share * max(abs(self.measured_ns), abs(self.predicted_ns))
 
     @property
     def error_share(self) -> float:

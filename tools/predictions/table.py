@@ -94,6 +94,7 @@ def markdown(observations: Sequence[Observation], calibration: Calibration | Non
     if rewrites:
         parts.append(_grouped("Rewrite", rewrites, lambda one: one.id))
     parts.append(_grouped("Run", observations, lambda one: one.run))
+    parts.append(_thresholds(observations))
     parts.append(_grouped("Predicted saving over the measurement's noise", observations, _size, _SIZES))
     worst = sorted((one for one in observations if one.is_precise), key=lambda one: -abs(one.error_share))[:_WORST]
     parts.append("The largest errors:\n\n" + _rows(worst))
@@ -110,6 +111,22 @@ def _grouped(
     for one in observations:
         groups.setdefault(key(one), []).append(one)
     return HEAD.format(title) + "\n".join(_line(name, group) for name, group in groups.items() if group)
+
+
+_THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5)
+
+
+def _thresholds(observations: Sequence[Observation]) -> str:
+    """What the errors were if wider or only narrower measurements had judged them."""
+    head = "| Measured within | Judged | Median error | 90th percentile | Within interval |\n|---|--:|--:|--:|--:|\n"
+    lines = []
+    for share in _THRESHOLDS:
+        judged = [one for one in observations if one.is_within(share)]
+        if judged:
+            middle, high = (percentile((abs(one.error_share) for one in judged), part) for part in _SHARES)
+            covered = sum(one.is_covered for one in judged) / len(judged)
+            lines.append(f"| ±{share:.0%} | {len(judged)} | {middle:.1%} | {high:.1%} | {covered:.0%} |")
+    return head + "\n".join(lines)
 
 
 _ENDS = (2, 10, 50)
