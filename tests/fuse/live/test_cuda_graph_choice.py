@@ -131,6 +131,7 @@ def test_the_report_has_a_row_and_the_model_replays(loaded, quick):  # noqa: F81
     run = apply_workload(loaded, quick, instruments=verdicts(keep_all), last=last)
     row = run.report.rewrites[-1]
     assert row.id == CUDA_GRAPH.id and row.status is Status.KEPT and row.held_bytes > 0
+    assert row.predicted_low_ns < 3_000_000 < row.predicted_high_ns
     assert CUDA_GRAPH.id not in kept_passes(run.report.rewrites)
     assert load_report(dump_report(run.report)) == run.report
     assert all(fusion.receipt.launches_after == fusion.receipt.sites_replaced for fusion in run.report.fusions)
@@ -170,4 +171,4 @@ def kept_graph(fused, call, without, **options):
         fused.graphs.is_on = True
         with torch.no_grad():
             call(), call()
-    return replace(row, status=Status.KEPT)
+    return replace(row, status=Status.KEPT, predicted_saving_ns=3_000_000)
