@@ -156,7 +156,7 @@ def _each(rows: Sequence[Row], chains: Mapping[str, Chain], report: Report, cali
 
 
 def is_predicted(row: Fusion | GraphRewrite, chains: Mapping[str, Chain]) -> bool:
-    """Whether a row's figure is a prediction.
+    """Whether a row's figure is a prediction. Of a linear's kernel 0 is none: older reports wrote it for no figure.
 
     Args:
         row: of a report.
@@ -165,7 +165,8 @@ def is_predicted(row: Fusion | GraphRewrite, chains: Mapping[str, Chain]) -> boo
     if row.predicted_saving_ns is None:
         return False
     if isinstance(row, Fusion):
-        return row.chain_after is not None and (not row.chain_id or row.chain_id in chains)
+        is_known = row.chain_id in chains if row.chain_id else row.predicted_saving_ns != 0
+        return row.chain_after is not None and is_known
     return True
 
 

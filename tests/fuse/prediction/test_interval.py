@@ -78,6 +78,10 @@ def test_what_has_no_prediction_stays_as_it_is():
     foreign = replace(report.fusions[0], chain_id="C99", predicted_low_ns=None, predicted_high_ns=None)
     assert with_intervals(replace(report, fusions=(foreign,))).fusions == (foreign,)
     assert with_intervals(profiled()) == profiled()
+    silent = replace(report.fusions[1], chain_id="", kernel="linear", predicted_saving_ns=0)
+    said = replace(silent, predicted_saving_ns=1)
+    found = with_intervals(replace(report, fusions=(silent, said))).fusions
+    assert found[0] == silent and found[1].predicted_low_ns < 1 < found[1].predicted_high_ns
 
 
 def test_every_kind_has_a_factor():
