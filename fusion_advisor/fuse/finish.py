@@ -26,6 +26,7 @@ from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.registry import kept_ids, kept_passes, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.prediction.interval import with_intervals
 from fusion_advisor.fuse.receipts import reverted, with_kernels, with_receipt
 from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
 from fusion_advisor.fuse.whole_model_gate import why_nothing_stays, why_parts_do_not_pay
@@ -174,7 +175,7 @@ def _with_graph(installed: Installed) -> Installed:
                 device_ns=decision.after.median_ns if decision.method == "cuda_graph" else None, is_timed=options.is_timed,
             )  # fmt: skip
     job.progress.note(f"{row.name}: {row.status}, {row.reason}")
-    report = replace(installed.report, rewrites=(*installed.report.rewrites, row))
+    report = with_intervals(replace(installed.report, rewrites=(*installed.report.rewrites, row)))
     return replace(installed, report=report, is_graphed=row.status is Status.KEPT)
 
 

@@ -40,6 +40,7 @@ from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.prediction.interval import with_intervals
 from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
 from fusion_advisor.fuse.too_busy import with_noise_judged
@@ -201,7 +202,7 @@ def _first_report(capture: Capture, live: LiveCapture, plan: Plan, options: Appl
 
 
 def _with_decision(report: Report, kept: Kept, plan: Plan, bench: Bench, capture: Capture, *, is_timed: bool) -> Report:
-    """Add what was kept, with the saving that each rewrite was expected to have.
+    """Add what was kept, with the saving that each rewrite was expected to have and its interval.
 
     Args:
         report: of the plan.
@@ -219,6 +220,7 @@ def _with_decision(report: Report, kept: Kept, plan: Plan, bench: Bench, capture
         rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
         launch_cost_ns=cost_ns,
     )
+    report = with_intervals(report)
     if not is_timed:
         return report
     return with_noise_judged(report, noise_share=decision.noise_share, step_ns=decision.untouched_ns, load=machine_load)

@@ -167,9 +167,17 @@ class Fusion:
     """Measured, cumulative: the step with this rewrite minus the step before it. Negative is a gain."""
     step_delta_ci_ns: tuple[int, int] | None = None
     predicted_saving_ns: int | None = 0
-    """device_ns of the chain, plus its launches × the step's own cost of one (``Report.launch_cost_ns``), minus what its kernel
-    took alone × sites. Of a linear's kernel, which has no chain: what the ops and kernels that it stands in for took alone beyond
-    what it did, all sites in a row; None where they cannot run so."""
+    """device_ns of the chain, less the share of it that its kernel took of the ops' time alone, plus the launches that go away ×
+    the step's own cost of one (``Report.launch_cost_ns``). Of a linear's kernel, which has no chain: what the ops and kernels in
+    its place took alone beyond what it did, all sites in a row; None where they cannot run so."""
+    predicted_low_ns: int | None = None
+    """Nine of ten savings are measured from here … None in reports that were written before predictions had intervals."""
+    predicted_high_ns: int | None = None
+    """… to here."""
+    timed_with: tuple[str, ...] = ()
+    """Ids of the rewrites that were timed in the step together with it; ``step_delta_ns`` is then its share of their change."""
+    is_timed_alone: bool = False
+    """Whether ``step_delta_ns`` comes from its own times alone: the step was not timed with it, or its noise hides the change."""
     original_source: tuple[tuple[int, str], ...] = ()
     """Lines of the model's own source around the chain: (line number, text)."""
     kernel_bytes: int | None = None
@@ -200,7 +208,15 @@ class GraphRewrite:
     """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
     predicted_saving_ns: int | None = None
     """What the launches that it takes away were expected to cost; of the CUDA graph what a step launch by launch takes beyond the
-    device's own time; of rewrites of GEMMs what they save alone. None where no figure of the run says."""
+    device's own time and a call of the graph; of rewrites of GEMMs what they save alone. None where no figure of the run says."""
+    predicted_low_ns: int | None = None
+    """Nine of ten savings are measured from here … None in reports that were written before predictions had intervals."""
+    predicted_high_ns: int | None = None
+    """… to here."""
+    timed_with: tuple[str, ...] = ()
+    """As a fusion's."""
+    is_timed_alone: bool = False
+    """As a fusion's."""
     rendered: tuple[RenderedKernel, ...] = ()
     """Kernels that it put in: copies of what a GEMM reads and gives."""
     stage: RewriteStage = RewriteStage.PASS

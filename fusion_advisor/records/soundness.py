@@ -32,8 +32,9 @@ from fusion_advisor.records import (
 
 _LARGEST = 2**63
 _SIGNED = frozenset({
-    "step_delta_ns", "step_delta_ci_ns", "predicted_saving_ns", "saving_bound_ns", "start_ns", "call_start_ns", "idle_ns",
-    "gain_ns", "share", "joined_share", "limit_share", "prefill_after_ns", "decode_after_ns",
+    "step_delta_ns", "step_delta_ci_ns", "predicted_saving_ns", "predicted_low_ns", "predicted_high_ns", "saving_bound_ns",
+    "start_ns", "call_start_ns", "idle_ns", "gain_ns", "share", "joined_share", "limit_share", "prefill_after_ns",
+    "decode_after_ns",
 })  # fmt: skip
 """Figures that may be negative or beyond 1 in a sound file: differences, and times before the first kernel."""
 _COUNTS = frozenset({

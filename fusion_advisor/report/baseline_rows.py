@@ -213,6 +213,20 @@ def prediction_error(report: Report) -> tuple[float, int] | None:
     return (statistics.median(errors), len(errors)) if errors else None
 
 
+def prediction_coverage(report: Report) -> tuple[int, int] | None:
+    """How many kept rewrites were measured within their prediction's interval, and how many have both; None where none has."""
+    rows: list[Fusion | GraphRewrite] = [*report.fusions, *report.rewrites]
+    inside = [
+        row.predicted_low_ns <= -row.step_delta_ns <= row.predicted_high_ns
+        for row in rows
+        if row.status is Status.KEPT
+        and row.step_delta_ns is not None
+        and row.predicted_low_ns is not None
+        and row.predicted_high_ns is not None
+    ]
+    return (sum(inside), len(inside)) if inside else None
+
+
 def prediction_line(report: Report) -> str:
     """Median error of the predictions; empty where no kept rewrite has a prediction and a measurement."""
     found = prediction_error(report)
@@ -221,9 +235,11 @@ def prediction_line(report: Report) -> str:
     error, count = found
     cost = report.launch_cost_ns
     launch = f"; a launch adds {units.duration(cost)} to its kernel" if cost else ""
+    covered = prediction_coverage(report)
+    within = f"; {covered[0]} of {covered[1]} lie within their 90% intervals" if covered else ""
     return (
         f"Prediction: estimates missed the measured savings by {units.share(error)} (median of {plural(count, 'kept rewrite')})"
-        f"{launch}.{_at_power_limit(report)}"
+        f"{within}{launch}.{_at_power_limit(report)}"
     )
 
 
@@ -242,6 +258,14 @@ def predicted(row: Fusion | GraphRewrite) -> str:
     """A rewrite's predicted change, signed like the measured change; a dash without a prediction."""
     saving_ns = predicted_ns(row)
     return "–" if saving_ns is None else units.delta(-saving_ns)
+
+
+def predicted_interval(row: Fusion | GraphRewrite) -> str:
+    """The ends between which nine of ten measured changes lie, signed like them; empty in reports without intervals."""
+    low_ns, high_ns = row.predicted_low_ns, row.predicted_high_ns
+    if low_ns is None or high_ns is None or predicted_ns(row) is None:
+        return ""
+    return units.delta_interval(-high_ns, -low_ns)
 
 
 def predicted_ns(row: Fusion | GraphRewrite) -> int | None:

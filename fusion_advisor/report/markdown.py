@@ -124,6 +124,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             has_rested=baseline_rows.has_rested(report),
             run_lines=baseline_rows.run_lines(report),
             predicted=baseline_rows.predicted,
+            predicted_interval=baseline_rows.predicted_interval,
             sizes=sizes_view(report.shapes) if report.shapes else None,
             max_rows=MAX_ROWS,
             fusions=report.fusions[:MAX_ROWS],

@@ -74,7 +74,16 @@ def _rewrites(report: Report) -> Table:
     columns = (
         *("id", "kind", "name", "chain", "status", "reason", "sites_found", "sites_replaced"),
         *("launches_before", "launches_after", "step_delta_ns", "step_delta_low_ns", "step_delta_high_ns"),
-        *("predicted_saving_ns", "site_before_ns", "site_after_ns", "fused_rel_l2", "eager_rel_l2", "fused_max_abs"),
+        *(
+            "predicted_saving_ns",
+            "predicted_low_ns",
+            "predicted_high_ns",
+            "site_before_ns",
+            "site_after_ns",
+            "fused_rel_l2",
+            "eager_rel_l2",
+            "fused_max_abs",
+        ),
         *("eager_max_abs", "elements", "is_passed", "held_bytes"),
     )
     return Table(columns, (*map(_graph_rewrite, report.rewrites), *map(_fusion, report.fusions)))
@@ -91,7 +100,8 @@ def _fusion(row: Fusion) -> tuple[Cell, ...]:
     return (
         *(row.id, "fusion", row.kernel, row.chain_id, row.status.value, row.reason, did.sites_found, did.sites_replaced),
         *(did.launches_before, did.launches_after, row.step_delta_ns, low, high),
-        *(baseline_rows.predicted_ns(row), _median(row.chain_before), _median(row.chain_after)),
+        *(baseline_rows.predicted_ns(row), row.predicted_low_ns, row.predicted_high_ns),
+        *(_median(row.chain_before), _median(row.chain_after)),
         *(*errors, None),
     )
 
@@ -101,7 +111,7 @@ def _graph_rewrite(row: GraphRewrite) -> tuple[Cell, ...]:
     return (
         *(row.id, "graph rewrite", row.name, None, row.status.value, row.reason, row.sites, None),
         *(None, None, row.step_delta_ns, low, high),
-        *(row.predicted_saving_ns, None, None),
+        *(row.predicted_saving_ns, row.predicted_low_ns, row.predicted_high_ns, None, None),
         *(*((None,) * 6), row.held_bytes),
     )
 

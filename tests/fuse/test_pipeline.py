@@ -25,7 +25,7 @@ from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
-from fusion_advisor.records import Match, Status, Tolerance
+from fusion_advisor.records import Fusion, GraphRewrite, Match, Status, Tolerance
 from fusion_advisor.records.serialize import dump_capture, dump_report, load_capture, load_report
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.shared_rows import caveats
@@ -219,6 +219,22 @@ def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, qui
     assert linears == [[3, 3], [2, 2]]
     assert len(after) == len(before) + 2  # an addition for each
     assert not [node for node in before if "tril" in str(node.target)]  # passes of before this one are in place
+
+
+def test_the_report_says_what_was_expected_and_how_a_change_was_measured(loaded, quick):
+    planted = verdicts(keep_all)
+
+    def decide(bench, candidates, **_):
+        decision = planted.decide(bench, candidates)
+        made = {name: replace(verdict, timed_with=("other",), is_timed_alone=True) for name, verdict in decision.verdicts.items()}
+        return replace(decision, verdicts=made)
+
+    report = apply_workload(loaded, quick, instruments=verdicts(keep_all, decide=decide)).report
+    judged = [row for row in (*report.fusions, *report.rewrites) if row.step_delta_ns == -5]
+    assert report.fusions and {type(row) for row in judged} == {Fusion, GraphRewrite}
+    for row in judged:
+        assert row.timed_with == ("other",) and row.is_timed_alone
+        assert row.predicted_low_ns < row.predicted_saving_ns < row.predicted_high_ns
 
 
 def test_steps_are_traced_and_timed_as_asked(loaded, quick):

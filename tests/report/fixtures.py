@@ -313,6 +313,8 @@ def applied() -> Report:
             step_delta_ns=-1_480_000,
             step_delta_ci_ns=(-1_530_000, -1_440_000),
             predicted_saving_ns=1_560_000,
+            predicted_low_ns=1_430_000,
+            predicted_high_ns=1_690_000,
             original_source=source,
         ),
         Fusion(
@@ -382,6 +384,8 @@ def applied() -> Report:
                 reason="The rotary table depends on no input.",
                 sites=1,
                 predicted_saving_ns=75_000,
+                predicted_low_ns=66_000,
+                predicted_high_ns=84_000,
                 step_delta_ns=-60_000,
                 step_delta_ci_ns=(-80_000, -45_000),
             ),

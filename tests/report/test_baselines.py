@@ -139,6 +139,26 @@ def test_the_prediction_error_is_the_median_over_kept_rewrites():
         assert "−1.56 ms" in text and "−75.0 µs" in text
 
 
+def test_a_predictions_interval_stands_next_to_it_and_is_counted():
+    report = applied()
+    kept, older = report.fusions[:2]
+    assert baseline_rows.predicted_interval(kept) == "[−1.69, −1.43] ms"
+    assert baseline_rows.predicted_interval(older) == ""  # as in a report that was written before there were any
+    assert baseline_rows.predicted_interval(replace(kept, predicted_saving_ns=None, chain_after=None)) == ""
+    assert baseline_rows.prediction_coverage(report) == (1, 2)  # the folded constants saved less than their interval's lower end
+    assert "; 1 of 2 lie within their 90% intervals" in baseline_rows.prediction_line(report)
+    without = replace(
+        report,
+        fusions=tuple(replace(row, predicted_low_ns=None) for row in report.fusions),
+        rewrites=tuple(replace(row, predicted_high_ns=None) for row in report.rewrites),
+    )
+    assert baseline_rows.prediction_coverage(without) is None and "intervals" not in baseline_rows.prediction_line(without)
+    for text in every_view(report):
+        assert "[−1.69, −1.43] ms" in text and "[−84.0, −66.0] µs" in text
+    for text in every_view(without):
+        assert "[−1.69, −1.43] ms" not in text
+
+
 def test_steps_that_varied_are_named_with_what_is_doubtful_about_them():
     report = replace(applied(), baselines=baselines())
     assert quality.unsteady(report) == "" and not any("Uncertain" in row for row in quality.verdict(report)[1])

@@ -43,6 +43,9 @@ def test_every_figure_is_the_reports_own() -> None:
         assert (row["sites_found"], row["status"]) == (fusion.receipt.sites_found, fusion.status.value)
     assert by_id["fold-constants"]["held_bytes"] == report.rewrites[0].held_bytes
     assert by_id["fold-constants"]["predicted_saving_ns"] == report.rewrites[0].predicted_saving_ns
+    for name, row in (("fold-constants", report.rewrites[0]), ("F1", report.fusions[0])):
+        ends = (by_id[name]["predicted_low_ns"], by_id[name]["predicted_high_ns"])
+        assert ends == (row.predicted_low_ns, row.predicted_high_ns) and None not in ends
 
     chains = rows_of(report, "chains")
     assert [row["device_ns"] for row in chains] == [chain.device_ns for chain in report.chains]

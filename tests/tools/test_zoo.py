@@ -44,7 +44,10 @@ def test_a_row_is_read_from_a_report(tmp_path):
     def way(name, ns):
         return {"name": name, "step": {"wall": {"median_ns": ns}}}
 
-    rewrite = {"status": "kept", "predicted_saving_ns": 900_000, "step_delta_ns": -1_000_000}
+    rewrite = {
+        "status": "kept", "predicted_saving_ns": 900_000, "step_delta_ns": -1_000_000, "predicted_low_ns": 700_000,
+        "predicted_high_ns": 1_100_000,
+    }  # fmt: skip
     report = {
         "before": {"wall": {"median_ns": 4_000_000}}, "after": {"wall": {"median_ns": 1_500_000}, "peak_memory_bytes": 7},
         "fusions": [rewrite, {"status": "slower"}], "rewrites": [], "chains": [{"share": 0.25}, {"share": 0.05}],
@@ -59,6 +62,11 @@ def test_a_row_is_read_from_a_report(tmp_path):
     assert (row.status, row.kept, row.peer, row.peer_ms, row.ours_ms) == ("applied", 1, "torch.compile default", 2.0, 1.5)
     assert (row.ratio, row.answer_s, row.chains_share, row.refused) == (0.75, 7.5, pytest.approx(0.3), {"FA401": 2})
     assert (row.predicted_ns, row.measured_ns) == ([900_000], [1_000_000])
+    assert (row.predicted_low_ns, row.predicted_high_ns) == ([700_000], [1_100_000])
+    report["rewrites"] = [{"status": "kept", "predicted_saving_ns": 5, "step_delta_ns": -5}]  # as an older version wrote it
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    older = table.row_of("a", "decoder", tmp_path, code=0, seconds=99.0)
+    assert (older.predicted_ns, older.predicted_low_ns, older.predicted_high_ns) == ([900_000, 5], [], [])
 
 
 def test_a_crash_and_a_run_that_takes_too_long_are_rows(tmp_path):
@@ -73,6 +81,9 @@ def test_what_all_rows_say_together():
     slower = replace(ROW, name="b", ratio=2.0)
     text = table.summary([ROW, slower])
     assert "best other way 1.00" in text and "slower than another way: b" in text and "missed by 10%" in text
+    assert "within their intervals" not in text
+    sure = replace(ROW, predicted_low_ns=[80, 105], predicted_high_ns=[105, 120])
+    assert "missed by 10% (median of 4), 1 of 2 within their intervals" in table.summary([ROW, sure])
     assert table.markdown([ROW, slower]).index("| b |") < table.markdown([ROW, slower]).index("| a |")
     assert len(ElementTree.fromstring(table.picture([ROW, slower])).findall(".//{*}rect")) == 3
 

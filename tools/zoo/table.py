@@ -36,7 +36,9 @@ class Row:
         peak_bytes: of ours on a GPU.
         refused: chains without a kernel, by the code of the reason.
         predicted_ns: savings that were predicted, of what was kept.
-        measured_ns: the same, measured.
+        predicted_low_ns: lower ends of these predictions' intervals; empty where a report has none.
+        predicted_high_ns: upper ends.
+        measured_ns: the same savings, measured.
         detail: why there is no figure.
     """
 
@@ -56,6 +58,8 @@ class Row:
     peak_bytes: int = 0
     refused: Mapping[str, int] | None = None
     predicted_ns: Sequence[int] = ()
+    predicted_low_ns: Sequence[int] = ()
+    predicted_high_ns: Sequence[int] = ()
     measured_ns: Sequence[int] = ()
     detail: str = ""
 
@@ -105,8 +109,16 @@ def _figures(report: Mapping[str, Any]) -> dict[str, Any]:
         "peak_bytes": report["after"]["peak_memory_bytes"],
         "refused": refused,
         "predicted_ns": [one["predicted_saving_ns"] for one in both],
+        **_intervals(both),
         "measured_ns": [-one["step_delta_ns"] for one in both],
     }
+
+
+def _intervals(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Both ends of predictions' intervals; nothing where one has none, for the lists are read in step."""
+    ends = ("predicted_low_ns", "predicted_high_ns")
+    is_known = all(row.get(end) is not None for row in rows for end in ends)
+    return {end: [row[end] for row in rows] if is_known else [] for end in ends}
 
 
 def line(row: Row) -> str:
@@ -137,7 +149,14 @@ def summary(rows: Sequence[Row]) -> str:
         if measured
     ]
     if missed:
-        said.append(f"predictions missed by {median(missed):.0%} (median of {len(missed)})")
+        covered = [
+            low <= measured <= high
+            for row in good
+            if row.predicted_low_ns
+            for low, high, measured in zip(row.predicted_low_ns, row.predicted_high_ns, row.measured_ns, strict=True)
+        ]
+        within = f", {sum(covered)} of {len(covered)} within their intervals" if covered else ""
+        said.append(f"predictions missed by {median(missed):.0%} (median of {len(missed)}){within}")
     return "; ".join(said) + "."
 
 

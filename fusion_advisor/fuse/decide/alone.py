@@ -133,6 +133,7 @@ def each_of(verdict: Verdict, candidate: Candidate, alone: Mapping[str, Differen
             reason=reason,
             delta_ns=round(share * verdict.delta_ns),
             interval_ns=(low_ns, high_ns),
+            timed_with=tuple(other.id for other in candidate.parts if other is not one),
         )
     return found
 
@@ -168,7 +169,9 @@ def not_worth_the_step(
             f"by itself {units.delta(change.median_ns)} {units.delta_interval(*span)} per step, {why} the threshold of "
             f"{units.delta(-min_gain * step_ns)}; the step was not timed with it"
         )
-        found[name] = Verdict(id=name, status=Status.TOO_LITTLE, reason=reason, delta_ns=change.median_ns, interval_ns=span)
+        found[name] = Verdict(
+            id=name, status=Status.TOO_LITTLE, reason=reason, delta_ns=change.median_ns, interval_ns=span, is_timed_alone=True
+        )
     return found
 
 
@@ -189,7 +192,12 @@ def judged_alone(verdict: Verdict, alone: Difference | None, *, step_ns: float, 
         f"past the threshold of {units.delta(-min_gain * step_ns)}; the step's noise hides it ({verdict.reason})"
     )
     return replace(
-        verdict, status=Status.KEPT, reason=reason, delta_ns=alone.median_ns, interval_ns=(alone.low_ns, alone.high_ns)
+        verdict,
+        status=Status.KEPT,
+        reason=reason,
+        delta_ns=alone.median_ns,
+        interval_ns=(alone.low_ns, alone.high_ns),
+        is_timed_alone=True,
     )
 
 

@@ -215,6 +215,8 @@ def _pass_row(rewrite: PassRewrite, every: Variant, verdict: Verdict | None, tim
         reason=f"{verdict.reason}; {kept_bytes:,} bytes of derived tensors stay in memory" if kept_bytes else verdict.reason,
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
+        timed_with=verdict.timed_with,
+        is_timed_alone=verdict.is_timed_alone,
         held_bytes=kept_bytes if verdict.status is Status.KEPT else 0,
         predicted_saving_ns=timed_ns,
     )
@@ -229,6 +231,8 @@ def _with_verdict(fusion: Fusion, verdict: Verdict | None) -> Fusion:
         reason=verdict.reason,
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
+        timed_with=verdict.timed_with,
+        is_timed_alone=verdict.is_timed_alone,
     )
 
 

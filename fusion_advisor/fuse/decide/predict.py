@@ -3,7 +3,7 @@
 A chain costs the step its kernels' time as traced in place, and for each launch what the step takes beyond its kernels: that is
 measured in the same run, as the captured step less the sum of its kernels, per launch (0.2 to 0.9 µs on an H200). It is never
 more than one of the smallest kernels takes from its start to the next one's start: where it would be, the step ran at other
-clocks than the trace did. A chain's kernel was timed alone, launches included.
+clocks than the trace did. The kernel's own part: :mod:`fusion_advisor.fuse.prediction.saving`.
 
 All of it counts in full, for where the power limit would hold the step down it is timed after rests. Back to back the step
 would feel less of it: while a copy runs, the device saves what lets the GEMMs run faster.
@@ -18,6 +18,7 @@ from fusion_advisor.capture.graph.split_bias import LAUNCHES_OF
 from fusion_advisor.fuse.decide.alone import savings_alone
 from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.fuse.passes.registry import PASSES, row_of
+from fusion_advisor.fuse.prediction.saving import chain_saving_ns, most_saving_ns
 from fusion_advisor.fuse.rewrite.price import PassEffect
 from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, Status
 from fusion_advisor.timing.interleaving import Difference
@@ -53,10 +54,8 @@ def price_fusions(fusions: Iterable[Fusion], chains: Iterable[Chain], cost_ns: i
 
 def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int) -> Fusion:
     chain = chains.get(fusion.chain_id)
-    if chain is None or fusion.chain_after is None:
-        return fusion
-    after_ns = fusion.chain_after.median_ns * chain.runs
-    return replace(fusion, predicted_saving_ns=max(0, chain.device_ns + chain.launches * cost_ns - after_ns))
+    saving_ns = None if chain is None else chain_saving_ns(fusion, chain, cost_ns)
+    return fusion if saving_ns is None else replace(fusion, predicted_saving_ns=saving_ns)
 
 
 def estimates(
@@ -69,7 +68,8 @@ def estimates(
 ) -> dict[str, Difference]:
     """Return about what rewrites change in a step, before any is timed in it; ``low_ns`` is the most that each may save.
 
-    A launch is counted with the cost of the smallest kernel's, the most that it has (:func:`launch_cost_ns`).
+    A launch is counted with the cost of the smallest kernel's, the most that it has (:func:`launch_cost_ns`), and none stays. So
+    no rewrite is left out of the step's timing by a low estimate.
 
     Args:
         fusions: those that were timed alone are estimated.
@@ -83,8 +83,8 @@ def estimates(
     timed = [fusion for fusion in fusions if fusion.chain_id in chains and fusion.chain_after is not None]
     alone = savings_alone(timed, {name: chain.runs for name, chain in chains.items()}, confidence)
     found = {}
-    for fusion in price_fusions(timed, chains.values(), cost_ns):
-        saving_ns = fusion.predicted_saving_ns or 0
+    for fusion in timed:
+        saving_ns = most_saving_ns(fusion, chains[fusion.chain_id], cost_ns)
         own = alone.get(fusion.id)
         low_ns = min(-saving_ns, own.low_ns if own else 0)
         found[fusion.id] = Difference(median_ns=-saving_ns, low_ns=low_ns, high_ns=-saving_ns)

@@ -20,6 +20,10 @@ class Verdict:
     interval_ns: tuple[int, int]
     is_timed: bool = True
     """False: it stays because its numbers pass; the two figures say nothing."""
+    timed_with: tuple[str, ...] = ()
+    """Ids of the rewrites that were timed together with it; the two figures are then its share of what all change."""
+    is_timed_alone: bool = False
+    """Whether the two figures are its own times alone, and no step's."""
 
     @property
     def step_delta_ns(self) -> int | None:

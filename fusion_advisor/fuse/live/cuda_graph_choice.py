@@ -18,6 +18,7 @@ from fusion_advisor.fuse.decide.verdict import Verdict, is_unclear, once_more, u
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.registry import row_of
+from fusion_advisor.fuse.prediction.interval import CALIBRATION
 from fusion_advisor.records import GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_held_down
@@ -72,7 +73,8 @@ def choose_graph(
         least_s: seconds for each side at least, beyond ``rounds`` and ``budget_s``.
         wait: returns when the device has nothing left to do.
         on_cuda: whether that is a GPU, whose power limit may throttle it.
-        device_ns: what the device takes for the step when nothing keeps it waiting; the step is expected to come down to that.
+        device_ns: what the device takes for the step when nothing keeps it waiting; the step is expected to come down to that
+            and what a call of a graph costs.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         is_timed: False switches the graph on if it can be recorded.
         timer: times the calls; left out, the wall clock.
@@ -93,7 +95,7 @@ def choose_graph(
     verdict, step_ns = sides.compare(rule, budget_s)
     if is_unclear(verdict, step_ns, min_gain):
         verdict = once_more(verdict, sides.compare(rule, 2 * budget_s)[0])
-    predicted_ns = None if device_ns is None else max(0, round(step_ns) - device_ns)
+    predicted_ns = None if device_ns is None else max(0, round(step_ns) - device_ns - CALIBRATION.graph_call_ns)
     return _switched(graphs, verdict, predicted_ns)
 
 

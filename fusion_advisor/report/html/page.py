@@ -164,6 +164,7 @@ def _tables(report: Report, top_kernels: int) -> dict[str, object]:
         "has_rested": baseline_rows.has_rested(report),
         "run_lines": baseline_rows.run_lines(report),
         "predicted": baseline_rows.predicted,
+        "predicted_interval": baseline_rows.predicted_interval,
         "steps": shared_rows.steps(report),
         "categories": shared_rows.category_rows(report),
         "unmatched": shared_rows.unmatched(report),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
@@ -298,6 +300,7 @@ def _fusion_columns(report: Report) -> list[Column]:
         Column("One site", tuple(site(at) for at in span), is_right=True, drop=4),
         Column("Step", tuple(gain(at) for at in span), is_right=True),
         Column("Predicted", tuple(baseline_rows.predicted(row) for row in rows), is_right=True, drop=5),
+        *_predicted_intervals(rows),
         Column("95% CI", tuple(spread(at) for at in span), drop=1),
         Column("Rel err", tuple(error(at) for at in span), is_right=True, drop=2),
         Column(
@@ -306,6 +309,12 @@ def _fusion_columns(report: Report) -> list[Column]:
             cell_styles=tuple(TONES[verdict.tone] for verdict in verdicts),
         ),
     ]
+
+
+def _predicted_intervals(rows: Sequence[Fusion | GraphRewrite]) -> list[Column]:
+    """The column of the predictions' intervals; none in reports that were written before there were any."""
+    intervals = tuple(map(baseline_rows.predicted_interval, rows))
+    return [Column("Predicted 90%", intervals, drop=6)] if any(intervals) else []
 
 
 def summary_line(report: Report) -> str:

@@ -38,7 +38,7 @@ def judged(found, alone=GAIN):
 def test_a_gain_that_the_chain_shows_is_kept():
     found = judged(verdict(Status.WITHIN_NOISE))
     assert (found.status, found.delta_ns, found.interval_ns) == (Status.KEPT, -20_000, (-22_000, -18_000))
-    assert "chain's own times" in found.reason
+    assert "chain's own times" in found.reason and found.is_timed_alone
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_saves_next_to_nothing_by_itself_is_left_out():
     found = not_worth_the_step(alone, step_ns=1_000_000, min_gain=0.005, rounds=200)
     assert set(found) == {"none", "loss", "some"}
     assert {verdict.status for verdict in found.values()} == {Status.TOO_LITTLE}
-    assert found["some"].interval_ns == (-900, -700)
+    assert found["some"].interval_ns == (-900, -700) and found["some"].is_timed_alone
     assert "by itself" in found["some"].reason and "the step was not timed with it" in found["some"].reason
 
 
@@ -192,6 +192,7 @@ def test_each_of_several_has_their_verdict_and_its_share_of_what_they_save(statu
     assert {name: one.status for name, one in found.items()} == {"F2": of_each, "F3": of_each}
     assert (found["F2"].delta_ns, found["F2"].interval_ns) == (-6_000, (-6_750, -5_250))
     assert found["F3"].delta_ns == -2_000
+    assert {name: one.timed_with for name, one in found.items()} == {"F2": ("F3",), "F3": ("F2",)}
     assert found["F2"].reason.startswith("by its own times −3.00 µs per step, too little by itself; together with F3: ")
     assert each_of(joint, Candidate(id="F9"), {}) == {"F9": joint}
 

@@ -10,6 +10,7 @@ from fusion_advisor.fuse.live.cuda_graph_choice import choose_graph, why_no_grap
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.prediction.interval import CALIBRATION
 from fusion_advisor.records import GraphBreak, Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.timing import interleaving
@@ -66,9 +67,9 @@ def test_a_graph_that_saves_wall_time_stays(chosen):
     assert fused.graphs.is_on and len(fused.graphs.recordings) == 1
 
 
-def test_the_step_is_expected_to_come_down_to_the_devices_own_time(chosen):
+def test_the_step_is_expected_to_come_down_to_the_devices_own_time_and_a_call_of_the_graph(chosen):
     assert chosen(10_000_000, 2_000_000)[1].predicted_saving_ns is None
-    assert chosen(10_000_000, 2_000_000, device_ns=1_800_000)[1].predicted_saving_ns == 8_200_000
+    assert chosen(10_000_000, 2_000_000, device_ns=1_800_000)[1].predicted_saving_ns == 8_200_000 - CALIBRATION.graph_call_ns
     assert chosen(4_000_000, 4_100_000, device_ns=4_050_000)[1].predicted_saving_ns == 0
 
 
@@ -130,6 +131,7 @@ def test_the_report_has_a_row_and_the_model_replays(loaded, quick):  # noqa: F81
     run = apply_workload(loaded, quick, instruments=verdicts(keep_all), last=last)
     row = run.report.rewrites[-1]
     assert row.id == CUDA_GRAPH.id and row.status is Status.KEPT and row.held_bytes > 0
+    assert row.predicted_low_ns < 3_000_000 < row.predicted_high_ns
     assert CUDA_GRAPH.id not in kept_passes(run.report.rewrites)
     assert load_report(dump_report(run.report)) == run.report
     assert all(fusion.receipt.launches_after == fusion.receipt.sites_replaced for fusion in run.report.fusions)
@@ -169,4 +171,4 @@ def kept_graph(fused, call, without, **options):
         fused.graphs.is_on = True
         with torch.no_grad():
             call(), call()
-    return replace(row, status=Status.KEPT)
+    return replace(row, status=Status.KEPT, predicted_saving_ns=3_000_000)

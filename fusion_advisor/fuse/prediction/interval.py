@@ -1,0 +1,183 @@
+"""The interval of a predicted saving: the uncertainty of its parts, times a factor that measured savings gave.
+
+The parts are added as independent errors: their squares, then the root. The factor of each kind of rewrite is the one with which
+nine of ten measured savings lie within their intervals (:data:`CALIBRATION`). ``python -m tools.predictions --calibrate`` derives
+it again. Parts, factors and coverage: ``docs/measurements/predictions.md``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from fusion_advisor.fuse.prediction.saving import is_scaled, kernel_ns
+from fusion_advisor.records import Chain, Fusion, GraphRewrite, Report, RewriteStage, Timing
+
+
+class Kind(enum.StrEnum):
+    """How a saving is predicted."""
+
+    CHAIN = "fusion chain"
+    """From the trace and from ops and kernel alone."""
+    LINEAR = "linear layer's kernel"
+    """From the ops in which two steps differ, alone."""
+    NORM_LINEAR = "linear layer's kernel with its norm"
+    """Likewise. Its errors are larger."""
+    ALONE = "GEMMs merged, narrowed, with epilogue"
+    """From the ops in which two steps differ, alone."""
+    PASS = "graph pass"
+    """From the traced time of the launches that go away."""
+    CUDA_GRAPH = "CUDA graph"
+    """From the step launch by launch and the device's time of the same step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What measured savings taught.
+
+    Attributes:
+        factors: of each kind: its intervals' half widths over the uncertainty of their parts.
+        graph_call_ns: what a call through its CUDA graph takes beyond the device's time: Python, the launch, waiting for the end.
+    """
+
+    factors: Mapping[Kind, float]
+    graph_call_ns: int
+
+
+CALIBRATION = Calibration(
+    factors={
+        Kind.CHAIN: 2.4,
+        Kind.LINEAR: 1.44,
+        Kind.NORM_LINEAR: 8.68,
+        Kind.ALONE: 2.56,
+        Kind.PASS: 0.97,
+        Kind.CUDA_GRAPH: 1.4,
+    },
+    graph_call_ns=158_000,
+)
+"""Of fourteen runs on an H200."""
+
+_TRACE = 0.03
+"""Of a traced time: two traces of one step differ by so much."""
+_IN_PLACE = 0.5
+"""Of the difference that a kernel's time is scaled by: the kernel reads other bytes than its ops."""
+_LAUNCHES = 0.25
+"""Of the launches' cost: all launches of a step share one mean."""
+_SITE = 1 / 3
+"""Of a smallest kernel, at each site of a rewrite that was timed alone: launches overlap in another way there."""
+_ALONE, _PASS, _WALL = 0.04, 0.05, 0.02
+"""Of a saving that was timed alone, read off the trace, or taken from wall times."""
+_CALL = 0.4
+"""Of what a call through a CUDA graph takes beyond the device's time."""
+
+
+def kind_of(row: Fusion | GraphRewrite) -> Kind:
+    """Return how a rewrite's saving is predicted.
+
+    Args:
+        row: of a report.
+    """
+    if isinstance(row, Fusion):
+        if row.chain_id:
+            return Kind.CHAIN
+        return Kind.NORM_LINEAR if "norm" in row.kernel else Kind.LINEAR
+    if row.stage is RewriteStage.CALL:
+        return Kind.CUDA_GRAPH
+    return Kind.ALONE if row.stage is RewriteStage.ON_TOP else Kind.PASS
+
+
+def spread_ns(row: Fusion | GraphRewrite, chain: Chain | None, *, launch_ns: int, cost_ns: int, call_ns: int) -> float:
+    """Return the uncertainty of a predicted saving, before any factor.
+
+    Args:
+        row: with its prediction.
+        chain: that a fusion stands for.
+        launch_ns: what the smallest kernel takes.
+        cost_ns: what a launch costs the step besides its kernel.
+        call_ns: what a call through a CUDA graph takes beyond the device's time.
+    """
+    saving_ns = abs(row.predicted_saving_ns or 0)
+    kind = kind_of(row)
+    if isinstance(row, Fusion) and kind is Kind.CHAIN:
+        assert chain is not None
+        return _chain_spread_ns(row, chain, launch_ns, cost_ns)
+    if kind is Kind.CUDA_GRAPH:
+        return math.hypot(_CALL * call_ns, _WALL * saving_ns)
+    if kind is Kind.PASS:
+        return math.hypot(2 * launch_ns, _PASS * saving_ns)
+    sites = row.receipt.sites_found if isinstance(row, Fusion) else row.sites
+    return math.hypot(_SITE * launch_ns * sites, _ALONE * saving_ns)
+
+
+def _chain_spread_ns(fusion: Fusion, chain: Chain, launch_ns: int, cost_ns: int) -> float:
+    assert fusion.chain_after is not None
+    alone_ns = fusion.chain_after.median_ns * chain.runs
+    timed = [timing for timing in (fusion.chain_before, fusion.chain_after) if timing is not None]
+    in_place = 0.0
+    if fusion.chain_before is not None and is_scaled(fusion):
+        in_place = alone_ns * abs(chain.device_ns / (fusion.chain_before.median_ns * max(chain.runs, 1)) - 1)
+    return math.hypot(
+        launch_ns,
+        kernel_ns(fusion, chain) * math.hypot(*map(_half_share, timed)),
+        _IN_PLACE * in_place,
+        _TRACE * chain.device_ns,
+        _LAUNCHES * max(0, chain.launches - chain.runs) * cost_ns,
+    )
+
+
+def _half_share(timing: Timing) -> float:
+    """Half the width of a timing's interval, over its median."""
+    return (timing.ci_high_ns - timing.ci_low_ns) / 2 / max(timing.median_ns, 1)
+
+
+Row = TypeVar("Row", Fusion, GraphRewrite)
+
+
+def with_intervals(report: Report, calibration: Calibration = CALIBRATION) -> Report:
+    """Return the report, each prediction with its interval; rewrites without a prediction stay as they are.
+
+    Args:
+        report: with a bandwidth and the cost of a launch.
+        calibration: whose factors are taken.
+    """
+    chains = {chain.id: chain for chain in report.chains}
+    return replace(
+        report,
+        fusions=_each(report.fusions, chains, report, calibration),
+        rewrites=_each(report.rewrites, chains, report, calibration),
+    )
+
+
+def _each(rows: Sequence[Row], chains: Mapping[str, Chain], report: Report, calibration: Calibration) -> tuple[Row, ...]:
+    return tuple(_with_interval(row, chains, report, calibration) if is_predicted(row, chains) else row for row in rows)
+
+
+def is_predicted(row: Fusion | GraphRewrite, chains: Mapping[str, Chain]) -> bool:
+    """Whether a row's figure is a prediction. Of a linear's kernel 0 is none: older reports wrote it for no figure.
+
+    Args:
+        row: of a report.
+        chains: of the report, by id.
+    """
+    if row.predicted_saving_ns is None:
+        return False
+    if isinstance(row, Fusion):
+        is_known = row.chain_id in chains if row.chain_id else row.predicted_saving_ns != 0
+        return row.chain_after is not None and is_known
+    return True
+
+
+def _with_interval(row: Row, chains: Mapping[str, Chain], report: Report, calibration: Calibration) -> Row:
+    chain = chains.get(row.chain_id) if isinstance(row, Fusion) else None
+    half_ns = calibration.factors[kind_of(row)] * spread_ns(
+        row,
+        chain,
+        launch_ns=report.bandwidth.launch_ns,
+        cost_ns=report.launch_cost_ns,
+        call_ns=calibration.graph_call_ns,
+    )
+    middle_ns = row.predicted_saving_ns or 0
+    return replace(row, predicted_low_ns=math.floor(middle_ns - half_ns), predicted_high_ns=math.ceil(middle_ns + half_ns))
