@@ -1,13 +1,14 @@
 """Factories of all workloads: ``tools.zoo.workloads:gpt2`` returns the model and its inputs, as the command line takes them.
 
 What they build is chosen by three variables of the environment, for a factory takes no arguments: ``ZOO_TINY`` (1: tiny widths),
-``ZOO_LAYERS`` (at most so many; 0: all) and ``ZOO_DTYPE``.
+``ZOO_LAYERS`` (at most so many; 0: all) and ``ZOO_DTYPE``. With ``ZOO_TURN`` a factory waits for its turn on the GPU (``turn``).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from tools.zoo.diffusion import DIFFUSION
 from tools.zoo.images import IMAGES
 from tools.zoo.plain import DiT, Llama, SelectiveScan
 from tools.zoo.size import TINY_BATCH, TINY_LENGTH, Made, Size
+from tools.zoo.turn import wait_for_turn
 
 _SEED = 0
 _STD = 0.02
@@ -81,8 +83,14 @@ def __getattr__(attribute: str) -> Callable[[], Made]:
     """Return a workload's factory."""
     for name in NAMES:
         if attribute_of(name) == attribute:
-            return functools.partial(make, name)
+            return functools.partial(_made_in_turn, name)
     raise AttributeError(attribute)
+
+
+def _made_in_turn(name: str) -> Made:
+    made = make(name)
+    wait_for_turn(os.environ)
+    return made
 
 
 def _of_transformers(architecture: Architecture, size: Size) -> Made:

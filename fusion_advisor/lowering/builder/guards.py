@@ -24,8 +24,8 @@ def decided_by(values: Values, guard: int) -> frozenset[int] | None:
 def guard_of_rows(values: Values, guard: int | None, reduced: frozenset[int]) -> int | None:
     """The part of a guard that says which whole rows are wanted.
 
-    Every column of a wanted row counts, whichever of them the reader asks for. A row that is not wanted may lie outside its tensor:
-    with ``cat([norm(text), norm(image)], 1)`` the first rows of the result lie ahead of the image's.
+    Every column of a wanted row counts, whichever of them the reader asks for. A row that is not wanted may lie outside its
+    tensor: with ``cat([norm(text), norm(image)], 1)`` the first rows of the result lie ahead of the image's.
 
     Args:
         values: of the chain.

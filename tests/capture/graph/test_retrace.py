@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.tracer import capture_regions, writes_to_inputs
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import OpClass

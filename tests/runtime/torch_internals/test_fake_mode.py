@@ -85,7 +85,7 @@ def test_fake_result_leaves_the_layouts_of_its_inputs():
     "reshape", [lambda x: x.reshape(1, 8, 4, 4), lambda x: x.unflatten(2, (4, 4)), lambda x: x.view(1, 8, 2, 2, 4)]
 )
 def test_one_image_is_reshaped_to_the_strides_of_eager(reshape):
-    """Attention in a decoder of images: tokens become channels last but for the stride of the batch, which convolutions look at."""
+    """Tokens of attention become an image that is channels last but for the stride of its batch, which convolutions look at."""
     tokens = torch.randn(1, 16, 8)
 
     def image(x):
