@@ -45,6 +45,14 @@ def _rope_inputs(batch, heads, kv_heads, tokens, dim, room, dtype=torch.float32)
     return *heads_of, *tables, _places(room, tokens), *caches
 
 
+def _joint(text, image, weight, cos, sin):
+    """Queries of text and image, normed apart and turned as one sequence (Flux): a row of one lies outside the other."""
+    width = (text.shape[-1],)
+    both = torch.cat([f.rms_norm(text, width, weight[0]), f.rms_norm(image, width, weight[1])], 1)
+    even, odd = both.unflatten(-1, (-1, 2)).unbind(-1)
+    return both * cos + torch.stack([-odd, even], -1).flatten(-2) * sin
+
+
 def _functions():
     half, brain = torch.float16, torch.bfloat16
     norm = (_floats(40, seed=8), _floats(40, seed=9))
@@ -132,6 +140,25 @@ def _functions():
             _floats(4, 16400),
             _places(4, 2),
             _floats(2, 16400),
+        ),
+        "norms_in_a_cat": (
+            lambda t, i, w: torch.cat([f.layer_norm(t, (40,), w), f.layer_norm(i, (40,))], 1) * 2,
+            _floats(2, 3, 40, dtype=brain),
+            _floats(2, 5, 40, dtype=brain, seed=1),
+            _floats(40, dtype=brain, seed=2),
+        ),
+        "norms_in_a_cat_turned": (
+            _joint,
+            _floats(2, 3, 4, 16),
+            _floats(2, 5, 4, 16, seed=1),
+            _floats(2, 16, seed=2),
+            _floats(1, 8, 1, 16, seed=3),
+            _floats(1, 8, 1, 16, seed=4),
+        ),
+        "looped_norms_in_a_cat": (
+            lambda t, i: torch.cat([f.softmax(t, -1), f.rms_norm(i, (16400,))], 0) + 1,
+            _floats(1, 16400),
+            _floats(2, 16400, seed=1),
         ),
         "rope_cache": (_rope_cache, *_rope_inputs(2, 6, 2, 5, 16, 9)),
         "rope_cache_bfloat16": (_rope_cache, *_rope_inputs(1, 4, 1, 1, 32, 9, brain)),

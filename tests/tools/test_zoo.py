@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from tools.zoo import run, table
-from tools.zoo.workloads import NAMES, Size, attribute_of, family_of, make
+from tools.zoo import images, run, table, turn
+from tools.zoo.diffusion import DIFFUSION
+from tools.zoo.images import IMAGES
+from tools.zoo.size import MissingPackage, Size, optional_package
+from tools.zoo.workloads import NAMES, attribute_of, family_of, make
 
 TINY = Size(is_tiny=True, layers=0, dtype=torch.float32)
 ROW = table.Row(
@@ -19,10 +27,18 @@ ROW = table.Row(
 )  # fmt: skip
 
 
+def made(name, size=TINY):
+    """Build a workload; the test is left out where its package is missing."""
+    try:
+        return make(name, size)
+    except MissingPackage as missing:
+        pytest.skip(str(missing))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_workload_runs(name):
-    model, inputs = make(name, TINY)
+    model, inputs = made(name)
     with torch.no_grad():
         result = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
     assert result is not None
@@ -38,6 +54,82 @@ def test_layers_are_cut():
     assert Size(is_tiny=False, layers=6, dtype=torch.float32).cut(28) == 6
     assert Size(is_tiny=False, layers=0, dtype=torch.float32).cut(28) == 28
     assert TINY.cut(28) == 2 and TINY.cut(1) == 1
+
+
+MILLIONS = {
+    "stable-diffusion-unet": 859.5, "stable-diffusion-decoder": 49.5, "dit-xl-2": 749.8, "flux": 11901.4, "sd3-medium": 2028.3,
+    "pixart-alpha": 610.9, "timm-resnet50": 25.6, "timm-efficientnet-b0": 5.3, "timm-mobilenetv3-large": 5.5,
+    "timm-convnext-tiny": 28.6, "timm-regnety-032": 19.4, "timm-swin-tiny": 28.3, "timm-maxvit-tiny": 30.9,
+    "timm-coatnet-0": 27.4, "timm-vit-base": 86.6, "timm-mixer-b16": 59.9,
+}  # fmt: skip
+"""Parameters of the published models."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*DIFFUSION, *IMAGES])
+def test_widths_are_those_of_the_published_model_and_layers_are_cut(name):
+    with torch.device("meta"):
+        whole, _ = made(name, Size(is_tiny=False, layers=0, dtype=torch.bfloat16))
+        cut, _ = made(name, Size(is_tiny=False, layers=1, dtype=torch.bfloat16))
+    count, less = (sum(parameter.numel() for parameter in model.parameters()) for model in (whole, cut))
+    assert round(count / 1e6, 1) == MILLIONS[name]
+    has_stages = name in IMAGES and not images.MODELS[name].is_cut
+    assert less == count if has_stages else less < count
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    with pytest.raises(MissingPackage, match=r"needs no_such_package: pip install 'fusion-advisor\[zoo\]'"):
+        optional_package("no_such_package")
+
+
+def test_what_a_package_itself_lacks_is_named(tmp_path, monkeypatch):
+    (tmp_path / "lacks_another.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingPackage, match="needs lacks_another, which imports no_such_package"):
+        optional_package("lacks_another")
+
+
+def test_a_second_process_has_its_turn_when_the_first_has_ended(tmp_path):
+    code = (
+        "import os, time; from pathlib import Path; from tools.zoo.turn import wait_for_turn; wait_for_turn(os.environ); "
+        "here = Path(os.environ['ZOO_TURN_STARTED']); "
+        "[time.sleep(0.05) for _ in range(400) if not here.with_name('go').exists()]; here.with_suffix('.end').touch()"
+    )
+    ways = [{**os.environ, turn.FILE: str(tmp_path / "gpu"), turn.STARTED: str(tmp_path / name)} for name in ("a", "b")]
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=way) for way in ways]
+    try:
+        while not any(turn.started_at(way) for way in ways):
+            time.sleep(0.05)
+        first = 0 if turn.started_at(ways[0]) else 1
+        assert turn.started_at(ways[1 - first]) is None
+        (tmp_path / "go").touch()
+        assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    second = Path(ways[1 - first][turn.STARTED])
+    assert Path(ways[first][turn.STARTED]).with_suffix(".end").stat().st_mtime_ns <= second.stat().st_mtime_ns
+
+
+def test_a_workload_is_stopped_by_its_limit_from_its_turn_on(tmp_path):
+    environment = {turn.FILE: str(tmp_path / "gpu"), turn.STARTED: str(tmp_path / "a")}
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert run._wait(subprocess.Popen(sleeper), environment, limit_s=0.1, wait_s=0.1)[0] == table.TOOK_TOO_LONG
+    (tmp_path / "a").write_text(str(time.monotonic() - 1000))
+    code, seconds = run._wait(subprocess.Popen(sleeper), environment, limit_s=1.0, wait_s=1e6)
+    assert code == table.TOOK_TOO_LONG and seconds >= 1000
+
+
+@pytest.mark.slow
+def test_of_two_tiny_workloads_one_waits_for_its_turn(tmp_path):
+    names = ["llama-by-hand", "dit-by-hand"]
+    words = ["--device", "cpu", "--no-compile", "--runs", "3"]
+    run.main(["--to", str(tmp_path), "--tiny", "--dtype", "float32", "--ahead", "1", *names, "--", *words])
+    rows = {row["name"]: row["status"] for row in json.loads((tmp_path / "zoo.json").read_text())}
+    assert set(rows) == set(names) and set(rows.values()) <= set(table.ENDED_WELL)
+    first, second = sorted(names, key=lambda name: turn.started_at({turn.STARTED: str(tmp_path / name / "turn.txt")}))
+    report, began = tmp_path / first / "report.json", tmp_path / second / "turn.txt"
+    assert report.stat().st_mtime_ns <= began.stat().st_mtime_ns
 
 
 def test_a_row_is_read_from_a_report(tmp_path):
@@ -91,7 +183,7 @@ def test_what_all_rows_say_together():
 def test_the_zoo_goes_on_and_does_not_run_again_what_has_a_row(tmp_path, monkeypatch):
     ran = []
 
-    def one(name, to, options, environment, limit_s):
+    def one(name, to, options, environment, limit_s, wait_s):
         ran.append((name, tuple(options), environment["ZOO_TINY"], environment["ZOO_LAYERS"]))
         (to / name).mkdir(parents=True)
         return replace(ROW, name=name, status="exit code 1" if name == "opt" else "applied")

@@ -1,8 +1,9 @@
-"""Run the zoo: ``python -m tools.zoo.run --to DIR [--tiny] [--layers N] [--dtype NAME] [--gpus N] [NAME ...] [-- OPTIONS]``.
+"""Run the zoo: ``python -m tools.zoo.run --to DIR [--tiny] [--layers N] [--gpus N] [--ahead N] [NAME ...] [-- OPTIONS]``.
 
 Each workload is an ``apply`` in a process of its own, with compilers' caches of its own, and the zoo goes on after a crash or
-when one takes too long. With ``--gpus N`` N workloads run at a time, each on a GPU of its own. A workload that DIR has a row for
-is not run again. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``.
+when one takes too long. With ``--gpus N`` N workloads run at a time, each on a GPU of its own. With ``--ahead N`` N more for each
+GPU build their models on the CPU meanwhile and wait for their turn; waiting counts neither for the limit nor for the row. A
+workload that DIR has a row for is not run again. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
-from tools.zoo import table
+from tools.zoo import table, turn
 from tools.zoo.workloads import NAMES, attribute_of, family_of
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 400
 """Characters of what a failed run printed last that its row shows."""
+_LOOK_S = 0.1
+"""Seconds between two looks at whether a workload has its turn, or has had it for too long."""
 
 
 def command(name: str, folder: Path, options: Sequence[str]) -> list[str]:
@@ -34,27 +37,67 @@ def command(name: str, folder: Path, options: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "fusion_advisor", "apply", factory, "-o", str(folder), *options]
 
 
-def run_one(name: str, to: Path, options: Sequence[str], environment: Mapping[str, str], limit_s: float) -> table.Row:
-    """Run one workload and return its row; what it printed is in its folder's ``printed.txt``."""
-    folder, caches, started = to / name, to / "caches" / name, time.monotonic()
+def run_one(
+    name: str, to: Path, options: Sequence[str], environment: Mapping[str, str], limit_s: float, wait_s: float = 0.0
+) -> table.Row:
+    """Run one workload and return its row; what it printed is in its folder's ``printed.txt``.
+
+    Args:
+        name: of the workload.
+        to: folder of all runs.
+        options: of ``apply``.
+        environment: of its process.
+        limit_s: from its turn on.
+        wait_s: for its turn, on top of the limit.
+    """
+    folder, caches = to / name, to / "caches" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     own = {"XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "TRITON_CACHE_DIR": caches / "triton"}
+    given = {**environment, **{key: str(path) for key, path in own.items()}, turn.STARTED: str(folder / "turn.txt")}
     with (folder / "printed.txt").open("w", encoding="utf-8") as printed:
-        try:
-            code = subprocess.run(
-                command(name, folder, options), cwd=_ROOT, env={**environment, **{key: str(path) for key, path in own.items()}},
-                stdout=printed, stderr=subprocess.STDOUT, timeout=limit_s, check=False,
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
-            code = table.TOOK_TOO_LONG
+        words = command(name, folder, options)
+        process = subprocess.Popen(words, cwd=_ROOT, env=given, stdout=printed, stderr=subprocess.STDOUT)
+        code, seconds = _wait(process, given, limit_s=limit_s, wait_s=wait_s)
     shutil.rmtree(caches, ignore_errors=True)
-    words = (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-    return table.row_of(name, family_of(name), folder, code=code, seconds=time.monotonic() - started, last_words=words)
+    said = (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+    return table.row_of(name, family_of(name), folder, code=code, seconds=seconds, last_words=said)
+
+
+def _wait(
+    process: subprocess.Popen[bytes], environment: Mapping[str, str], *, limit_s: float, wait_s: float
+) -> tuple[int, float]:
+    """Wait for a workload's end, or stop it; returns its exit code and the seconds from its turn on.
+
+    A workload that never gets its turn is stopped after the limit and ``wait_s``.
+    """
+    began = time.monotonic()
+
+    def turn_began() -> float | None:
+        return turn.started_at(environment) if turn.FILE in environment else began
+
+    while True:
+        try:
+            code = process.wait(timeout=_LOOK_S)
+        except subprocess.TimeoutExpired:
+            since = turn_began()
+            if time.monotonic() < (began + wait_s if since is None else since) + limit_s:
+                continue
+            process.kill()
+            process.wait()
+            code = table.TOOK_TOO_LONG
+        return code, time.monotonic() - (turn_began() or began)
 
 
 def run_all(
-    names: Sequence[str], to: Path, options: Sequence[str], environment: Mapping[str, str], *, limit_s: float, gpus: int = 0
+    names: Sequence[str],
+    to: Path,
+    options: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    limit_s: float,
+    gpus: int = 0,
+    ahead: int = 0,
 ) -> Iterator[table.Row]:
     """Run workloads and yield each one's row as it ends.
 
@@ -65,21 +108,24 @@ def run_all(
         environment: of its processes.
         limit_s: for one workload.
         gpus: so many run at a time, each sees one GPU; 0: one at a time, which sees what there is.
+        ahead: for each GPU so many more build their models meanwhile.
     """
     free: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
-    for sees in [{"CUDA_VISIBLE_DEVICES": str(number)} for number in range(gpus)] or [{}]:
-        free.put(sees)
+    for number in [*range(gpus or 1)] * (1 + ahead):
+        sees = {"CUDA_VISIBLE_DEVICES": str(number)} if gpus else {}
+        in_turn = {turn.FILE: str(to / f"turn-{number}")} if ahead else {}
+        free.put({**sees, **in_turn})
 
     def run(name: str) -> table.Row:
         sees = free.get()
         try:
-            row = run_one(name, to, options, {**environment, **sees}, limit_s)
+            row = run_one(name, to, options, {**environment, **sees}, limit_s, ahead * limit_s)
         finally:
             free.put(sees)
         (to / name / "row.json").write_text(json.dumps(asdict(row), indent=1) + "\n", encoding="utf-8")
         return row
 
-    with ThreadPoolExecutor(gpus or 1) as workers:
+    with ThreadPoolExecutor((gpus or 1) * (1 + ahead)) as workers:
         for done in as_completed([workers.submit(run, name) for name in names]):
             yield done.result()
 
@@ -95,20 +141,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=0, help="at most so many layers; 0: all")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--gpus", type=int, default=0, help="so many workloads at a time, each on a GPU of its own")
+    parser.add_argument("--ahead", type=int, default=0, help="for each GPU, so many more workloads build their models meanwhile")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one workload")
     asked = parser.parse_args(words[:split])
     if unknown := sorted(set(asked.names) - set(NAMES)):
         parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(NAMES)}")
     environment = {**os.environ, "ZOO_TINY": str(int(asked.tiny)), "ZOO_LAYERS": str(asked.layers), "ZOO_DTYPE": asked.dtype}
     names = asked.names or NAMES
-    kept = [path for name in names if (path := asked.to / name / "row.json").is_file()]
+    to = asked.to.resolve()  # processes run in another folder
+    kept = [path for name in names if (path := to / name / "row.json").is_file()]
     rows = [table.Row(**json.loads(path.read_text(encoding="utf-8"))) for path in kept]
     left = [name for name in names if name not in {row.name for row in rows}]
-    for row in run_all(left, asked.to, words[split + 1 :], environment, limit_s=asked.limit, gpus=asked.gpus):
+    to.mkdir(parents=True, exist_ok=True)
+    options = words[split + 1 :]
+    for row in run_all(left, to, options, environment, limit_s=asked.limit, gpus=asked.gpus, ahead=asked.ahead):
         rows.append(row)
         print(table.line(row), flush=True)
-        table.write(asked.to, rows)
-    table.write(asked.to, rows)
+        table.write(to, rows)
+    table.write(to, rows)
     return sum(row.status not in table.ENDED_WELL for row in rows)
 
 

@@ -1,7 +1,7 @@
 """Factories of all workloads: ``tools.zoo.workloads:gpt2`` returns the model and its inputs, as the command line takes them.
 
 What they build is chosen by three variables of the environment, for a factory takes no arguments: ``ZOO_TINY`` (1: tiny widths),
-``ZOO_LAYERS`` (at most so many; 0: all) and ``ZOO_DTYPE``.
+``ZOO_LAYERS`` (at most so many; 0: all) and ``ZOO_DTYPE``. With ``ZOO_TURN`` a factory waits for its turn on the GPU (``turn``).
 """
 
 from __future__ import annotations
@@ -10,60 +10,30 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from tools.zoo.architectures import ARCHITECTURES, LAYERS, TINY, Architecture
+from tools.zoo.diffusion import DIFFUSION
+from tools.zoo.images import IMAGES
 from tools.zoo.plain import DiT, Llama, SelectiveScan
+from tools.zoo.size import TINY_BATCH, TINY_LENGTH, Made, Size
+from tools.zoo.turn import wait_for_turn
 
 _SEED = 0
-_TINY_BATCH, _TINY_LENGTH = 2, 16
 _STD = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """How large a workload is built.
-
-    Attributes:
-        is_tiny: widths for a CPU.
-        layers: at most so many; 0: all of them.
-        dtype: of weights and floating inputs.
-    """
-
-    is_tiny: bool
-    layers: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of_environment(cls) -> Size:
-        """Return the size that the environment asks for."""
-        return cls(
-            is_tiny=os.environ.get("ZOO_TINY") == "1",
-            layers=int(os.environ.get("ZOO_LAYERS", "0")),
-            dtype=getattr(torch, os.environ.get("ZOO_DTYPE", "float32")),
-        )
-
-    def cut(self, layers: int) -> int:
-        """Return how many of a model's layers are built."""
-        most = 2 if self.is_tiny else self.layers or layers
-        return min(layers, most)
-
-
-Made = tuple[nn.Module, dict[str, Any] | tuple[Any, ...]]
-
-
 def _llama(size: Size) -> Made:
-    width, heads, vocabulary, length = (64, 4, 128, _TINY_LENGTH) if size.is_tiny else (2048, 16, 32_000, 1024)
+    width, heads, vocabulary, length = (64, 4, 128, TINY_LENGTH) if size.is_tiny else (2048, 16, 32_000, 1024)
     model = Llama(width=width, heads=heads, layers=size.cut(16), vocabulary=vocabulary, length=length)
-    return model, (torch.randint(0, vocabulary, (_TINY_BATCH if size.is_tiny else 1, length)),)
+    return model, (torch.randint(0, vocabulary, (size.batch(1), length)),)
 
 
 def _dit(size: Size) -> Made:
-    width, heads, side, batch = (64, 4, 8, _TINY_BATCH) if size.is_tiny else (1152, 16, 64, 4)
+    width, heads, side, batch = (64, 4, 8, TINY_BATCH) if size.is_tiny else (1152, 16, 64, 4)
     model = DiT(width=width, heads=heads, layers=size.cut(28), side=side)
     return model, (torch.randn(batch, 4, side, side, dtype=size.dtype), torch.arange(batch))
 
@@ -71,7 +41,7 @@ def _dit(size: Size) -> Made:
 def _scan(size: Size) -> Made:
     width, steps = (32, 8) if size.is_tiny else (768, 128)
     model = SelectiveScan(width=width, states=16, layers=size.cut(4), steps=steps)
-    return model, (torch.randn(_TINY_BATCH, steps, width, dtype=size.dtype),)
+    return model, (torch.randn(TINY_BATCH, steps, width, dtype=size.dtype),)
 
 
 PLAIN: Mapping[str, tuple[str, Callable[[Size], Made]]] = {
@@ -79,12 +49,13 @@ PLAIN: Mapping[str, tuple[str, Callable[[Size], Made]]] = {
     "dit-by-hand": ("plain PyTorch", _dit),
     "selective-scan-by-hand": ("plain PyTorch", _scan),
 }
-NAMES = (*ARCHITECTURES, *PLAIN)
+BUILT = {**PLAIN, **DIFFUSION, **IMAGES}
+NAMES = (*ARCHITECTURES, *BUILT)
 
 
 def family_of(name: str) -> str:
     """Return the heading that a workload stands under."""
-    return PLAIN[name][0] if name in PLAIN else ARCHITECTURES[name].family
+    return BUILT[name][0] if name in BUILT else ARCHITECTURES[name].family
 
 
 def attribute_of(name: str) -> str:
@@ -101,7 +72,7 @@ def make(name: str, size: Size | None = None) -> Made:
     """
     size = size or Size.of_environment()
     torch.manual_seed(_SEED)
-    model, inputs = PLAIN[name][1](size) if name in PLAIN else _of_transformers(ARCHITECTURES[name], size)
+    model, inputs = BUILT[name][1](size) if name in BUILT else _of_transformers(ARCHITECTURES[name], size)
     with torch.no_grad():
         for parameter in model.parameters():  # norms of ones and zeros would hide what is left out
             parameter.add_(torch.randn_like(parameter) * _STD)
@@ -112,8 +83,14 @@ def __getattr__(attribute: str) -> Callable[[], Made]:
     """Return a workload's factory."""
     for name in NAMES:
         if attribute_of(name) == attribute:
-            return functools.partial(make, name)
+            return functools.partial(_made_in_turn, name)
     raise AttributeError(attribute)
+
+
+def _made_in_turn(name: str) -> Made:
+    made = make(name)
+    wait_for_turn(os.environ)
+    return made
 
 
 def _of_transformers(architecture: Architecture, size: Size) -> Made:
@@ -156,8 +133,8 @@ def _tiny_fields(config: Mapping[str, Any], architecture: Architecture) -> dict[
 
 def _inputs(architecture: Architecture, config: Any, model: nn.Module, size: Size) -> dict[str, Any]:
     names = inspect.signature(model.forward).parameters
-    batch = _TINY_BATCH if size.is_tiny else architecture.batch
-    length = min(architecture.length, _TINY_LENGTH) if size.is_tiny else architecture.length
+    batch = size.batch(architecture.batch)
+    length = min(architecture.length, TINY_LENGTH) if size.is_tiny else architecture.length
     side = architecture.tiny_image if size.is_tiny else architecture.image
     inputs: dict[str, Any] = {}
     if "pixel_values" in names:

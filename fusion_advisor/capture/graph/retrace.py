@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphModule:
     """Trace a plain function (a kernel's reference) into the same ATen ops as a model."""
     traced = fx_trace.retrace_to_aten(function, fake_mode.fake_tensors(list(example_inputs)))
-    let_idle_dropout_return_its_input(traced)
+    give_results_of_eager(traced)
     return traced
 
 
@@ -43,7 +43,7 @@ def retrace(graph_module: GraphModule) -> GraphModule:
         interpreter = torch.fx.Interpreter(graph_module)
         traced = fx_trace.retrace_to_aten(interpreter.run, dynamo.placeholder_values(graph_module))
     _refuse_untraced(traced)
-    let_idle_dropout_return_its_input(traced)
+    give_results_of_eager(traced)
     _change_no_layout_in_place(traced)
     multiply_outer_products(traced)
     put_numbers_in(traced)
@@ -96,11 +96,12 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
             raise NotTraced(f"`{reader.name}`{where} {detail}")
 
 
-def let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
-    """Give a dropout that drops nothing its input's fake tensor, and recompute ops that used its own tensor or its strides.
+def give_results_of_eager(graph_module: GraphModule) -> None:
+    """Correct the fake tensors of ops that torch's differ from eager in, and recompute ops that used these or their strides.
 
-    Eager returns the input itself, so what is written to the one is written to the other. Torch's fake result is a copy, and
-    without the gaps that the input's strides may have. One in place writes nothing either: it is the same op.
+    A dropout that drops nothing returns its input in eager, so what is written to the one is written to the other. Torch's fake
+    result is a copy, and without the gaps that the input's strides may have. One in place writes nothing either: it is the same
+    op. Reshapes: see ``fake_mode.laid_as_in_eager``.
     """
     left: set[int] = set()
     relaid: set[Node] = set()
@@ -115,9 +116,13 @@ def let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
         elif not left.isdisjoint(storages(node)) or not relaid.isdisjoint(node.all_input_nodes):
             value = fake_mode.fake_result(graph_module, node)
         else:
-            continue
-        left.update(storages(node))
+            given = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+            value = fake_mode.laid_as_in_eager(node, node.meta["val"], *given)
+            if value is node.meta["val"]:
+                continue
+        memory = set(storages(node))
         node.meta["val"] = value
+        left |= memory - set(storages(node))
         if any(one.stride() != other.stride() for one, other in zip(before, tensors_of(value), strict=True)):
             relaid.add(node)
 

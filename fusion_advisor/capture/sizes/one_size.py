@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.capture.graph.retrace import let_idle_dropout_return_its_input
+from fusion_advisor.capture.graph.retrace import give_results_of_eager
 from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
@@ -50,7 +50,7 @@ def at_one_size(opened: OpenCapture, example_args: Sequence[Any], written: Writt
         copy.args, copy.kwargs = mapped(node.args, replaced), mapped(node.kwargs, replaced)
     module = GraphModule(region.graph, graph, class_name="RegionOfOneSize")
     fake_mode.propagate(module, example_args)
-    let_idle_dropout_return_its_input(module)
+    give_results_of_eager(module)
     one = replace(region, graph=module, original=module, example_args=tuple(example_args), route=None)
     return LiveCapture(regions=[one], runs=[Run(0, tuple(example_args))], written=written or Written())
 

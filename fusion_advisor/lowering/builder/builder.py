@@ -13,6 +13,7 @@ from fusion_advisor.ir.dtypes import DTYPES, CannotLower, compute_dtype
 from fusion_advisor.ir.loop_nest import Nest
 from fusion_advisor.ir.program import Value
 from fusion_advisor.lowering.builder.collapse_loops import assemble
+from fusion_advisor.lowering.builder.guards import decided_by, guard_of_rows
 from fusion_advisor.lowering.builder.integers import refuse_too_wide, wrapped
 from fusion_advisor.lowering.builder.lowered import Lowered, Result
 from fusion_advisor.lowering.builder.rounding import before_store, narrows, rounded, rounded_ops
@@ -197,9 +198,9 @@ class Lowering(Values):
         with self._guarding(guard if outer is None else self.make("and", outer, guard, dtype="bool")):
             return self.cast(self.at(index, where), dtype)
 
-    def row_element(self, index: int, where: Index, op: OpNode) -> int:
-        """An element under a reduction: every column of the row counts, so no guard of the reader applies."""
-        with self._guarding(None):
+    def row_element(self, index: int, where: Index, op: OpNode, reduced: frozenset[int]) -> int:
+        """An element under a reduction over some loop variables: of the reader's guard it has what says which rows are wanted."""
+        with self._guarding(guard_of_rows(self, self._guard, reduced)):
             return self._asked(self.cast(self.at(index, where), compute_dtype(op.outputs[0].dtype)), op)
 
     def the_number(self, index: int, dtype: str) -> int:
@@ -252,14 +253,8 @@ class Lowering(Values):
         if self._guard is None or address.gathered:
             return self._guard
         ranges = [(*self.range_of(place), size) for place, size in zip(where, shape, strict=True) if size != 1]
-        deciding, waiting = set[int](), [self._guard]
-        while waiting:
-            value = self.values[waiting.pop()]
-            if value.op in ("load", "inside"):
-                return self._guard
-            deciding |= {value.dim} if value.op == "index" else set()
-            waiting += value.args
-        is_apart = deciding.isdisjoint(variable for variable, step in address.terms if step)
+        deciding = decided_by(self, self._guard)
+        is_apart = deciding is not None and deciding.isdisjoint(variable for variable, step in address.terms if step)
         return None if is_apart and all(low >= 0 and high < size for low, high, size in ranges) else self._guard
 
     def _inside(self, index: int, where: Index) -> int:

@@ -157,8 +157,8 @@ def _of_softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
     if not meta.shape or lowering.meta(other.index).shape != meta.shape:
         raise CannotLower("FA601", f"{op.target} of other shapes than its result's has no lowering")
     inner, variables = lowering.reduction_index(op, meta, (dim,), where, keepdim=True)
-    gradient = lowering.row_element(source.index, inner, op)
-    result = lowering.row_element(other.index, inner, op)
+    gradient = lowering.row_element(source.index, inner, op, variables)
+    result = lowering.row_element(other.index, inner, op, variables)
     here = (gradient, result) if inner == where else (lowering.argument(op, 0, where), lowering.argument(op, 1, where))
     if "log_softmax" in op.target:
         total = lowering.reduce("sum", gradient, variables)

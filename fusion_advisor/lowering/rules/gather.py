@@ -224,7 +224,7 @@ def _cross_entropy(lowering: Lowering, op: OpNode, where: Index) -> int:
 
     def value_of(target: int, counts: int) -> int:
         inner, variables = lowering.reduction_index(op, lowering.meta(source), (1,), where, keepdim=False)
-        value = lowering.row_element(source, inner, op)
+        value = lowering.row_element(source, inner, op, variables)
         highest = lowering.reduce("max", value, variables)
         exponential = lowering.make("exp", lowering.make("sub", value, highest))
         total = lowering.reduce("sum", exponential, variables)
@@ -254,7 +254,7 @@ def _group_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
         raise CannotLower("FA604", f"{op.target} over groups of one element is left to torch")
     if variables & {variable for place in row for variable, _ in place.terms if nest.extents[variable] != 1}:
         raise CannotLower("FA604", f"{op.target}: a row index depends on the reduced dim")
-    value = lowering.row_element(source, inner, op)
+    value = lowering.row_element(source, inner, op, variables)
     dtype = lowering.values[value].dtype
     mean = mean_of(lowering, value, variables)
     centred = lowering.make("sub", value, mean)

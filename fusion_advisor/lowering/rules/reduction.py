@@ -38,7 +38,7 @@ def _reduction(kind: str, *, is_mean: bool = False) -> Rule:
         keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(dict(op.kwargs).get("keepdim", False))
         dims = _reduced_dims(op, len(meta.shape))
         inner, variables = lowering.reduction_index(op, meta, dims, where, keepdim=keepdim)
-        number = lowering.row_element(source.index, inner, op)
+        number = lowering.row_element(source.index, inner, op, variables)
         result = lowering.reduce(kind, number, variables)
         if is_mean:
             result = lowering.make("div", result, lowering.emit(Value(op="size", dim=-1, dtype=lowering.values[result].dtype)))
@@ -53,7 +53,7 @@ def _norm_parts(lowering: Lowering, op: OpNode, where: Index) -> tuple[int, Inde
     meta = lowering.meta(source.index)
     dims = range(len(meta.shape) - len(shape), len(meta.shape))
     inner, variables = lowering.reduction_index(op, meta, tuple(dims), where, keepdim=True)
-    return lowering.row_element(source.index, inner, op), inner, variables
+    return lowering.row_element(source.index, inner, op, variables), inner, variables
 
 
 def _scaled(lowering: Lowering, op: OpNode, where: Index, number: int, *, weight: int, bias: int | None) -> int:
@@ -101,7 +101,7 @@ def _softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
     assert isinstance(source, Ref) and isinstance(dim, int)
     meta = lowering.meta(source.index)
     inner, variables = lowering.reduction_index(op, meta, (dim,), where, keepdim=True)
-    value = lowering.row_element(source.index, inner, op)
+    value = lowering.row_element(source.index, inner, op, variables)
     highest = lowering.reduce("max", value, variables)
     shifted = lowering.make("sub", value, highest)
     exponential = lowering.make("exp", shifted)
@@ -197,7 +197,7 @@ def _variance(lowering: Lowering, op: OpNode, where: Index) -> int:
     meta = lowering.meta(source.index)
     wanted = _dims(dims, len(meta.shape))
     inner, variables = lowering.reduction_index(op, meta, wanted, where, keepdim=bool(keepdim))
-    value = _widened(lowering, lowering.row_element(source.index, inner, op), meta)
+    value = _widened(lowering, lowering.row_element(source.index, inner, op, variables), meta)
     dtype = lowering.values[value].dtype
     centred = lowering.make("sub", value, mean_of(lowering, value, variables))
     total = lowering.reduce("sum", lowering.make("mul", centred, centred), variables)
@@ -225,7 +225,7 @@ def _vector_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     meta = lowering.meta(source.index)
     dims = _dims(argument_of(op, 2, "dim"), len(meta.shape))
     inner, variables = lowering.reduction_index(op, meta, dims, where, keepdim=bool(argument_of(op, 3, "keepdim", False)))
-    value = lowering.row_element(source.index, inner, op)
+    value = lowering.row_element(source.index, inner, op, variables)
     if order == 2:
         value = _widened(lowering, value, meta)
         norm = lowering.make("sqrt", lowering.reduce("sum", lowering.make("mul", value, value), variables))
@@ -241,7 +241,7 @@ def _logsumexp(lowering: Lowering, op: OpNode, where: Index) -> int:
     meta = lowering.meta(source.index)
     keepdim = bool(argument_of(op, 2, "keepdim", False))
     inner, variables = lowering.reduction_index(op, meta, _dims(op.args[1], len(meta.shape)), where, keepdim=keepdim)
-    value = lowering.row_element(source.index, inner, op)
+    value = lowering.row_element(source.index, inner, op, variables)
     dtype = lowering.values[value].dtype
     highest = lowering.reduce("max", value, variables)
     # inf − inf is not a number: a row whose largest element is infinite is shifted by nothing.

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_impls import fast_detach
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils import _pytree as pytree
 
 
 def fake_mode_of(values: list[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -73,7 +75,49 @@ def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
     assert callable(node.target)
     with torch.no_grad(), mode:
-        return node.target(*args, **kwargs)
+        return laid_as_in_eager(node, node.target(*args, **kwargs), args, kwargs)
+
+
+_RESHAPES = frozenset(
+    [
+        torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unflatten.int, torch.ops.aten.flatten.using_ints, torch.ops.aten.view_as.default,
+        torch.ops.aten.reshape_as.default,
+    ]
+)  # fmt: skip
+
+
+def laid_as_in_eager(node: torch.fx.Node, value: Any, args: Any, kwargs: Any) -> Any:
+    """Return the fake result of a reshape or of a pointwise op with eager's strides.
+
+    A dim of one image may have any stride, and torch's fake tensors give it another one than eager does. Convolutions and norms
+    look at it: they take such an image for channels last in one case and not in the other, and so does all that follows.
+
+    Args:
+        node: any op of a traced graph.
+        value: its fake result.
+        args: what it is given, as fake tensors and numbers.
+        kwargs: the same, by name.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() not in (4, 5) or value.shape[0] != 1 or not is_plain_fake(value):
+        return value
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    channels_last = torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+    is_image = not value.is_contiguous() and value.is_contiguous(memory_format=channels_last)
+    if not is_image or not (is_pointwise or node.target in _RESHAPES):
+        return value
+    with unset_fake_temporarily():  # meta tensors are laid as in eager, but for numbers that stand for tensors
+        given, named = pytree.tree_map_only(torch.Tensor, _meta, (args, kwargs))
+        assert isinstance(node.target, torch._ops.OpOverload)
+        wants = [str(argument.type) for argument in node.target._schema.arguments]
+        numbers = (isinstance(one, bool | int | float) and want == "Tensor" for one, want in zip(given, wants, strict=False))
+        given = [_meta(torch.tensor(one)) if is_number else one for one, is_number in zip(given, numbers, strict=True)]
+        strides = node.target(*given, **named).stride()
+    return value if strides == value.stride() else value.as_strided(value.shape, strides, value.storage_offset())
+
+
+def _meta(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def propagate(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -94,7 +138,13 @@ def propagate(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None
             value = n.meta.get("val")
             is_ours = str(getattr(n.target, "__module__", "")).startswith("fusion_advisor.fuse.")
             if not is_ours or not isinstance(value, torch.Tensor):
-                return super().run_node(n)
+                result = super().run_node(n)
+                if n.op != "call_function":
+                    return result
+                given = torch.fx.node.map_arg((n.args, n.kwargs), lambda source: source.meta["val"])
+                if (corrected := laid_as_in_eager(n, result, *given)) is not result:
+                    n.meta["val"] = corrected
+                return corrected
             n.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             return n.meta["val"]
 

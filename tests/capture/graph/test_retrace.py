@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.tracer import capture_regions, writes_to_inputs
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import OpClass
@@ -67,3 +68,24 @@ def test_what_vmap_computes_in_vain_is_left_out():
     (region,) = capture_regions(Calling(in_vain), (x,), {}).regions
     torch.testing.assert_close(region.graph(*region.example_args)[0], x * 2)
     assert "aten.mul.Tensor" in {op.target for op in describe(region)[0]}
+
+
+def test_one_image_made_of_tokens_is_traced_with_the_strides_of_eager():
+    """Only the stride of its one image is not that of channels last: group norms and convolutions then keep channels first."""
+
+    def decoder(tokens, image, kernel):
+        hidden = (tokens.transpose(1, 2).reshape(1, 8, 4, 4) + image) / 1
+        return torch.nn.functional.conv2d(torch.nn.functional.group_norm(hidden, 2), kernel, padding=1)
+
+    inputs = torch.randn(1, 16, 8), torch.randn(1, 8, 4, 4), torch.randn(8, 8, 3, 3)
+
+    class Strides(torch.fx.Interpreter):
+        def run_node(self, n):
+            result = super().run_node(n)
+            if n.op == "call_function":
+                assert n.meta["val"].stride() == result.stride(), n.name
+            return result
+
+    traced = trace(decoder, inputs)
+    Strides(traced).run(*inputs)
+    assert sum(node.op == "call_function" for node in traced.graph.nodes) >= 6

@@ -79,3 +79,40 @@ def test_fake_result_leaves_the_layouts_of_its_inputs():
     for _ in range(2):
         assert fake_mode.fake_result(module, nodes["aten.unsqueeze_.default"]).shape == (1, 3, 4)
     assert before.shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "reshape", [lambda x: x.reshape(1, 8, 4, 4), lambda x: x.unflatten(2, (4, 4)), lambda x: x.view(1, 8, 2, 2, 4)]
+)
+def test_one_image_is_reshaped_to_the_strides_of_eager(reshape):
+    """Tokens of attention become an image that is channels last but for the stride of its batch, which convolutions look at."""
+    tokens = torch.randn(1, 16, 8)
+
+    def image(x):
+        return reshape(x.transpose(1, 2))
+
+    module = fx_trace.retrace_to_aten(image, fake_mode.fake_tensors([tokens]))
+    node = next(node for node in module.graph.nodes if node.target in fake_mode._RESHAPES)
+    assert fake_mode.fake_result(module, node).stride() == image(tokens).stride()
+    fake_mode.propagate(module, [tokens])
+    assert node.meta["val"].stride() == image(tokens).stride()
+    assert tensor_memory.storage_key(node.meta["val"]) == tensor_memory.storage_key(node.all_input_nodes[0].meta["val"])
+
+
+def test_pointwise_ops_on_one_image_give_the_strides_of_eager():
+    """``x / 1`` keeps the odd stride of the batch in eager, ``silu`` does not."""
+    image, other = torch.randn(1, 16, 8).transpose(1, 2).reshape(1, 8, 4, 4), torch.randn(1, 8, 4, 4)
+    ops = {"div": lambda x, y: x / 1, "silu": lambda x, y: torch.nn.functional.silu(x), "add": torch.add}
+    for name, op in ops.items():
+        module = fx_trace.retrace_to_aten(op, fake_mode.fake_tensors([image, other]))
+        node = next(node for node in module.graph.nodes if node.op == "call_function")
+        assert fake_mode.fake_result(module, node).stride() == op(image, other).stride(), name
+
+
+def test_a_batch_of_images_and_a_contiguous_one_are_left_alone():
+    for tokens in (torch.randn(2, 16, 8).transpose(1, 2), torch.randn(1, 8, 16)):
+        module = fx_trace.retrace_to_aten(lambda x: x.reshape(-1, 8, 4, 4), fake_mode.fake_tensors([tokens]))
+        node = next(node for node in module.graph.nodes if node.target in fake_mode._RESHAPES)
+        value = node.meta["val"]
+        assert fake_mode.laid_as_in_eager(node, value, (node.all_input_nodes[0].meta["val"], [-1, 8, 4, 4]), {}) is value
+        assert value.stride() == tokens.reshape(-1, 8, 4, 4).stride()
