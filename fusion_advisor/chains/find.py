@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fusion_advisor.chains.group import Group, HasKernel, Judge, Verdict
-from fusion_advisor.chains.op_inputs import depends_on_inputs, inputs_of, is_candidate, references, writes_by_number
+from fusion_advisor.chains.op_inputs import depends_on_inputs, inputs_of, is_candidate, references, relaid_norm, writes_by_number
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref
 
 
@@ -82,15 +82,25 @@ class _Finder:
         """Let every op join the groups of its producers."""
         depends = depends_on_inputs(self.ops)
         for op in self.ops:
-            if not is_candidate(op, self.ops) or not depends[op.index]:
+            alone = self._alone(op)
+            if alone is None or not depends[op.index]:
                 continue
-            alone = frozenset({op.index})
-            self._accept(alone, self._judge(alone))
-            if not self.verdict_of[alone][1].is_fusible:
+            judged = self._judge(alone)
+            if len(alone) > 1 and not (judged[1].is_fusible and self._is_in_order(alone)):
+                continue
+            self._accept(alone, judged)
+            if not judged[1].is_fusible:
                 continue
             for producer, glue in self._producers(alone):
                 self._try_merge(op.index, producer, glue)
             self._grow(op.index)
+
+    def _alone(self, op: OpNode) -> frozenset[int] | None:
+        """What an op begins as a group of: itself, or the copy that lays a norm out and the norm; None where it begins none."""
+        norm = relaid_norm(op, self.ops)
+        if norm is not None and norm in self.group_of:
+            return self.group_of[norm] | {op.index}
+        return frozenset({op.index}) if is_candidate(op, self.ops) else None
 
     def pair(self, has_kernel: HasKernel) -> None:
         """Let a group share the launch of the one before it that has equal ops, where both read a value and there is a kernel."""

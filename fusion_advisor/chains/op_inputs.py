@@ -76,6 +76,28 @@ def copies_runs(op: OpNode, ops: Sequence[OpNode]) -> bool:
     return are_whole and all(stride != 0 for size, stride in zip(before.shape, before.stride, strict=True) if size > 1)
 
 
+def relaid_norm(op: OpNode, ops: Sequence[OpNode]) -> int | None:
+    """Return the group norm to whose result an op gives the layout of what the norm reads; None for any other op.
+
+    On CUDA torch's group norm returns contiguous images whatever it reads. Norm and copy together are one kernel, which writes
+    where it reads; the norm alone is none.
+
+    Args:
+        op: the op.
+        ops: all ops of the capture.
+    """
+    source = op.args[0] if op.args else None
+    if not op.target.startswith("aten.contiguous.") or not isinstance(source, Ref) or len(op.outputs) != 1:
+        return None
+    norm = ops[source.index]
+    image = norm.args[0] if norm.target.startswith("aten.group_norm.") else None
+    if not isinstance(image, Ref) or len(ops[image.index].outputs) != 1:
+        return None
+    (before,), (between,), (after,) = ops[image.index].outputs, norm.outputs, op.outputs
+    is_undone = before.stride == after.stride != between.stride and before.dtype == between.dtype == after.dtype
+    return norm.index if is_undone else None
+
+
 def writes_by_number(op: OpNode) -> bool:
     """Whether an op copies rows into a tensor where another tensor says, and does nothing else."""
     is_copy = op.target.startswith("aten.index_copy_.") and bool(op.mutates) and not op.kwargs

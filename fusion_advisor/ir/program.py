@@ -167,6 +167,13 @@ def depends_on(values: Sequence[Value], sizes: tuple[int, ...]) -> tuple[frozens
     return tuple(found)
 
 
+def divides_index(values: Sequence[Value], value: Value) -> bool:
+    """Whether a value is what an index is over or modulo an extent: both are no less than 0, and fit what an index fits."""
+    if value.op == "remainder":
+        return value.dtype == "int64" and values[value.args[0]].op == "index" and values[value.args[1]].op == "extent"
+    return value.op == "quotient"
+
+
 def reader_of(program: Program, number: int) -> int:
     """The operand of the first load (or else store) that a value moves or guards, however far on; -1 when there is none."""
     reached = {number}

@@ -26,12 +26,15 @@ from fusion_advisor.lowering.builder.side_by_side import side_by_side
 from fusion_advisor.lowering.rules.gather import READS_ONE
 from fusion_advisor.lowering.rules.scatter import written_shape
 from fusion_advisor.lowering.rules.tables import RULES
+from fusion_advisor.lowering.rules.window import WINDOWED
 from fusion_advisor.records import OpClass, OpNode, Ref
 from fusion_advisor.records.op_facts import overload_free
 
 __all__ = ["Lowered", "Lowering", "lower"]
 
 _MOST_CUTS = 8
+_NO_ROWS = READS_ONE | WINDOWED.keys() | {"adaptive_avg_pool2d"}
+"""Reductions to torch that reduce no rows of the loop nest."""
 
 
 def lower(
@@ -117,7 +120,7 @@ def _widest_shape(
     shapes = [written_shape(ops, index) for index in outputs]
     for index in members:
         op = ops[index]
-        is_reduction = op.op_class is OpClass.REDUCTION and overload_free(op.target) not in READS_ONE
+        is_reduction = op.op_class is OpClass.REDUCTION and overload_free(op.target) not in _NO_ROWS
         if is_reduction and op.args and isinstance(op.args[0], Ref):
             found = ops[op.args[0].index].outputs
             if len(found) != 1:

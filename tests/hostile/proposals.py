@@ -153,6 +153,8 @@ _OWN: dict[str, tuple[float, Proposal]] = {
     "upsample_nearest3d": (0.1, layout.resample(5, "nearest")),
     "upsample_linear1d": (0.2, layout.resample(3, "linear")),
     "upsample_bilinear2d": (0.4, layout.resample(4, "bilinear")),
+    "avg_pool2d": (0.6, layout.mean_pool),
+    "max_pool2d": (0.5, layout.max_pool),
     "chunk": (1.0, layout.pieces("X.chunk(2, dim=D)[N]")),
     "split": (0.7, layout.pieces("X.split(S, dim=D)[N]")),
     "unbind": (0.5, layout.pieces("X.unbind(D)[N]")),
@@ -212,8 +214,6 @@ _SPELT = {
     "lift_fresh": "detach",
     "nll_loss_nd": "nll_loss",
     "adaptive_avg_pool2d": "softmax",
-    "avg_pool2d": "softmax",
-    "max_pool2d": "softmax",
     "argmin": "argmax",
     "constant_pad_nd": "pad",
 }

@@ -193,3 +193,25 @@ def resample(rank: int, mode: str) -> Proposal:
         return f"functional.interpolate({images}, {how}, mode={mode!r}{aligned})"
 
     return propose
+
+
+def mean_pool(d: Draw) -> str:
+    """Means over windows of images, up to windows wider than a kernel takes."""
+    images, windows = _images_and_windows(d)
+    counts = d.pick("", ", count_include_pad=False", ", divisor_override=3", ", ceil_mode=True, count_include_pad=False")
+    return f"functional.avg_pool2d({images}, {windows}{counts})"
+
+
+def max_pool(d: Draw) -> str:
+    images, windows = _images_and_windows(d)
+    return f"functional.max_pool2d({images}, {windows}{d.pick('', ', ceil_mode=True', ', dilation=2')})"
+
+
+def _images_and_windows(d: Draw) -> tuple[str, str]:
+    """A value of two to four dims as images, and windows with strides and pads that torch takes for them or not."""
+    x = d.any(lambda value: value.is_floating_point() and 2 <= value.dim() <= 4 and value.numel() > 0)
+    lead = max(0, 3 - d.values[x].dim())
+    images = f"{x}[{', '.join(['None'] * lead)}]" if lead else x
+    size = d.random.choice((1, 2, 3, 3, 5, 6))
+    how = f"{size}, {d.random.choice((1, 1, 2, size))}, {d.random.randint(0, size // 2)}"
+    return images, how

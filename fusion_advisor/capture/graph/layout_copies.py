@@ -7,7 +7,7 @@ its strides. What is written to is left alone: what is written through a view li
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,15 +26,28 @@ class Relayout:
 
     Attributes:
         copies: made so far.
+        restored: those of them that give a value back the layout which its op does not keep.
 
     Args:
         graph_module: traced on fake tensors.
         kind: id of the rule.
+        losers: given a node with its new result, returns the readers that should get the copy's layout all the same.
+        fake_result: returns a node's fake result; left out, torch says.
     """
 
-    def __init__(self, graph_module: GraphModule, kind: str) -> None:
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        kind: str,
+        *,
+        losers: Callable[[Node], list[Node]] = lambda _: [],
+        fake_result: FakeResult | None = None,
+    ) -> None:
         self._module = graph_module
         self._kind = kind
+        self._losers = losers
+        self._fake_result = fake_result or result_of
+        self.restored: list[Node] = []
         self._before: dict[Node, Any] = {node: node.meta.get("val") for node in graph_module.graph.nodes}
         self._read: dict[Node, tuple[Any, Any]] = {node: (node.args, node.kwargs) for node in graph_module.graph.nodes}
         self._written = {key for node in graph_module.graph.nodes for key in written_storages(node)}
@@ -52,7 +65,7 @@ class Relayout:
             False where something that follows is written to.
         """
         made = self._put(start, list(start.users) if readers is None else list(readers), memory_format)
-        return self._follow(made)
+        return self._follow(made, memory_format)
 
     def keep(self) -> bool:
         """Give what the model returns its strides back, and keep the copies; without one, or where that fails, undo all of it."""
@@ -76,6 +89,7 @@ class Relayout:
         for made in reversed(self.copies):
             self._module.graph.erase_node(made)
         self.copies.clear()
+        self.restored.clear()
         self._module.recompile()
         return False
 
@@ -90,7 +104,7 @@ class Relayout:
         self.copies.append(made)
         return made
 
-    def _follow(self, made: Node) -> bool:
+    def _follow(self, made: Node, memory_format: torch.memory_format) -> bool:
         changed = {made}
         for node in list(self._module.graph.nodes):
             if node.op != "call_function" or node in changed or changed.isdisjoint(node.all_input_nodes):
@@ -98,7 +112,7 @@ class Relayout:
             if not self._written.isdisjoint(storages(node)):
                 return False
             try:
-                node.meta["val"] = result_of(self._module, node)
+                node.meta["val"] = self._fake_result(self._module, node)
             except (RuntimeError, ValueError):  # a view that another layout does not allow
                 for source in [one for one in node.all_input_nodes if one in changed]:
                     if not _is_contiguous(self._before.get(source)):
@@ -106,7 +120,14 @@ class Relayout:
                     self._put(source, [node], torch.contiguous_format)
                 continue
             changed.add(node)
+            if readers := self._losers(node):
+                self.restored.append(self._put(node, readers, memory_format))
+                changed.add(self.restored[-1])
         return True
+
+
+FakeResult = Callable[[GraphModule, Node], Any]
+"""Returns what a node returns on fake tensors."""
 
 
 def result_of(graph_module: GraphModule, node: Node) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fusion_advisor.codegen.common.arguments import Access, Numbering, Schedule
 from fusion_advisor.codegen.common.value_names import nouns_of
-from fusion_advisor.ir.program import REDUCTIONS, Value
+from fusion_advisor.ir.program import REDUCTIONS, Value, divides_index
 
 ATOM, UNARY, PRODUCT, SUM, LOOSE = 9, 8, 7, 6, 0
 """How tightly an expression holds together. Comparisons and logic are LOOSE: Python and C disagree about them."""
@@ -269,8 +269,8 @@ class Writer:
     def index(self, number: int, value: Value) -> Text:
         """The loop variable of a dim, as a 64-bit integer unless it is only compared."""
         name = self.plan.indices[value.dim]
-        users = [self.plan.program.values[user].op for user in self._users[number]]
-        is_divided = bool(users) and set(users) == {"quotient"}
+        values, users = self.plan.program.values, self._users[number]
+        is_divided = bool(users) and all(divides_index(values, values[user]) for user in users)
         return Text(name) if is_divided or self.is_only_compared(number) else Text(self.widen(name))
 
     def is_only_compared(self, number: int) -> bool:

@@ -21,7 +21,7 @@ from fusion_advisor.codegen.common.printer import (
 from fusion_advisor.codegen.common.printer_rows import INFIX, SHARED, comparison, helper
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.integer_range import WORD, bits_of
-from fusion_advisor.ir.program import Program, Value
+from fusion_advisor.ir.program import Program, Value, divides_index
 
 if TYPE_CHECKING:
     from fusion_advisor.codegen.cuda.ops import CudaWriter
@@ -105,6 +105,12 @@ def _quotient(writer: CudaWriter, number: int, value: Value, args: Sequence[Text
     else:
         text = Text(f"{'first' if is_col else args[0].at(SUM + 1)} / {extent}", PRODUCT)
     return text if writer.is_only_addressed(number) else Text(f"(long long)({text.code})", UNARY)
+
+
+def _remainder(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    if divides_index(writer.plan.program.values, value):
+        return Text(f"(long long)({args[0].at(SUM + 1)} % {args[1].at(ATOM)})", UNARY)
+    return helper(HELPERS["remainder"])(writer, number, value, args)
 
 
 def _where(_writer: CudaWriter, _number: int, _value: Value, args: Sequence[Text]) -> Text:
@@ -197,7 +203,7 @@ ROWS: Mapping[str, Row] = {
     "round": lambda _writer, _number, value, args: _suffixed("rint", value, args),
     "normal_cdf": lambda writer, _number, _value, args: Text(writer.normal_cdf(args[0].code)),
     "tanh_cdf": helper("tanh_cdf_16bit"),
-    "remainder": helper(HELPERS["remainder"]),
+    "remainder": _remainder,
     "sign": helper(HELPERS["sign"]),
     **{op: _rounder(op) for op in ROUNDERS},
     **{op: _math(op) for op in MATH},

@@ -10,7 +10,7 @@ from fusion_advisor.codegen.common.column_passes import late_loads
 from fusion_advisor.codegen.common.interface import Form
 from fusion_advisor.codegen.cuda.ops import shared_by_rows, vector_width
 from fusion_advisor.codegen.cuda.shared_memory import SharedMemory, pack_bytes, staged_cols
-from fusion_advisor.ir.program import ITEM_BYTES, Store, Value
+from fusion_advisor.ir.program import ITEM_BYTES, Store, Value, divides_index
 from fusion_advisor.records import Tuning
 
 BLOCK = 256
@@ -325,10 +325,10 @@ def divisors(plan: Schedule, opened: Collection[str] = ()) -> dict[str, int]:
 
     With 32 heads for a constant, and without a loop over columns, the first load of rope is its 49th instruction, not the 86th,
     and a thread of 16 elements has 159 instead of 204. Rows whose columns are divided too, as into the channels of a group
-    norm, have few sizes in a model, and a division for each pack.
+    norm, have few sizes in a model, and a division for each pack; for each column where channels come last.
     """
     values = plan.program.values
-    divided = [value for value in values if value.op == "quotient" and plan.kind == "rows"]
+    divided = [value for value in values if divides_index(values, value) and plan.kind == "rows"]
     extents = {value.args[1] for value in divided} & plan.extents.keys()
     inner = plan.sizes[1:-1] if plan.kind == "tiled" or extents else ()
     found = {name: plan.program.dims[number] for number, name in enumerate(inner, start=1)}

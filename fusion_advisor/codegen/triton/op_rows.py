@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.codegen.common.printer import ATOM, LOOSE, PRODUCT, ROUNDERS, SUM, UNARY, Row, Text, Unsupported, has_inverse
 from fusion_advisor.codegen.common.printer_rows import INFIX, SHARED, call_of, helper
-from fusion_advisor.ir.program import Value
+from fusion_advisor.ir.program import Value, divides_index
 
 if TYPE_CHECKING:
     from fusion_advisor.codegen.triton.ops import TritonWriter
@@ -35,6 +35,20 @@ def _quotient(writer: TritonWriter, _number: int, _value: Value, args: Sequence[
     if writer.parts:
         return Text(f"tl.cast((start if WHOLE else {args[0].code}) // {args[1].at(ATOM)}, tl.int64)")
     return Text(f"({args[0].at(SUM + 1)} // {args[1].at(ATOM)}).to(tl.int64)")
+
+
+def _remainder(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    if divides_index(writer.plan.program.values, value):
+        return Text(f"({args[0].at(SUM + 1)} % {args[1].at(ATOM)}).to(tl.int64)")
+    return helper("remainder")(writer, number, value, args)
+
+
+def _and(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    if value.dtype == "bool" and writer.is_block(value.args[0]) != writer.is_block(value.args[1]):
+        # Not `one & other`: Triton's interpreter makes a bad mask of a number and a block.
+        one, block = args if writer.is_block(value.args[1]) else args[::-1]
+        return Text(f"tl.where({one.code}, {block.code}, False)")
+    return SHARED["and"](writer, number, value, args)
 
 
 def _larger_or_smaller(_writer: TritonWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
@@ -123,7 +137,8 @@ ROWS: Mapping[str, Row] = {
     **{op: call_of(f"tl.{op}") for op in ("abs", "log", "exp2", "rsqrt", "erf", "sin", "cos", "floor", "ceil")},
     **{op: _of_reals(op) for op in ("tanh", "expm1", "log1p", "round", "trunc")},
     "pow": _pow,
-    "remainder": helper("remainder"),
+    "remainder": _remainder,
+    "and": _and,
     "sign": helper("sign"),
 }
 """How Triton prints each op."""

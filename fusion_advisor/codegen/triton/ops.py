@@ -178,10 +178,14 @@ class TritonWriter(Writer):
         policy = self.policies.get(number, "")
         return self._widened(self._read(access, varies, masks, policy=policy), access, value)
 
+    def is_block(self, number: int) -> bool:
+        """Whether a value differs between elements of a tile."""
+        varies = self.plan.varies[number]
+        return self.plan.col_dim in varies or self._moves_along_rows(varies)
+
     def with_guard(self, mask: str, guard: int) -> list[str]:
         """What must hold, each by itself, where a mask and a guard do."""
-        varies = self.plan.varies[guard]
-        if mask and self.plan.col_dim not in varies and not self._moves_along_rows(varies):
+        if mask and not self.is_block(guard):
             # Not `mask & guard`: Triton's interpreter makes a bad mask of a block and a number that was loaded.
             return [f"tl.where({self.text(guard).code}, {mask}, False)"]
         return [mask, self.text(guard).at(ATOM)]

@@ -15,6 +15,7 @@ from fusion_advisor.codegen.common.arguments import Schedule
 from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.horizontal_fusion import MULTIPLE, Call
 from fusion_advisor.codegen.common.interface import OpenArguments
+from fusion_advisor.ir.program import divides_index
 
 WIDTH = 110
 
@@ -69,7 +70,8 @@ def fixed_arguments(calls: Sequence[Call], names: Collection[str] = ()) -> dict[
 
 def _fixed(plan: Schedule) -> frozenset[int]:
     if plan.kind != "tiled":
-        divisors = {plan.extents.get(value.args[1]) for value in plan.program.values if value.op == "quotient"}
+        values = plan.program.values
+        divisors = {plan.extents.get(value.args[1]) for value in values if divides_index(values, value)}
         return frozenset(place for place, (name, _) in enumerate(plan.arguments) if name in divisors)
     return frozenset(place for place, (name, _) in enumerate(plan.arguments) if name != plan.sizes[0])
 

@@ -148,6 +148,8 @@ class Lowering(Values):
         """A place as an int64 value."""
         result = None
         for variable, step in place.terms:
+            if self.nest.extents[variable] == 1:
+                continue
             turn = self.make("mul", self.emit(Value(op="index", dim=variable, dtype="int64")), self.const(step, "int64"))
             result = turn if result is None else self.make("add", result, turn)
         for number, step in place.gathered:

@@ -33,9 +33,9 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
         CannotLower: the loops do not become few dims with the reduced ones last, or a value would be computed many times over.
     """
     results, loops = written_out(lowering, list(results))
-    order = [dim for dim in _by_stride(lowering, loops, results) if dim not in loops.reduced] + list(loops.reduced)
+    order = sorted(_by_stride(lowering, loops, results), key=lambda dim: dim in loops.reduced)
     order = [dim for dim in order if loops.extents[dim] != 1 or dim in loops.reduced[-1:]] or [len(loops.extents) - 1]
-    row = [dim for dim in loops.reduced if dim in order]
+    row = [dim for dim in order if dim in loops.reduced]
     if len(row) > 1:
         results = one_run(lowering, loops, row, results)
     stores = [_store(lowering, loops, result) for result in results]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_advisor.ir.program import COMMUTATIVE, Value
+from fusion_advisor.ir.program import COMMUTATIVE, REDUCTIONS, Value
 from fusion_advisor.lowering.builder.algebra import FOLDS
 
 
@@ -58,3 +58,16 @@ class Values:
         if constant is not None:
             return self.const(constant, dtype)
         return self.emit(Value(op="cast", args=(number,), dtype=dtype))
+
+
+def has_reduction(values: Values, number: int) -> bool:
+    """Whether a value is made of a reduction, which reads whole rows whatever the guard of its reader says."""
+    waiting, seen = [number], {number}
+    while waiting:
+        value = values.values[waiting.pop()]
+        if value.op in REDUCTIONS:
+            return True
+        fresh = {*value.args, *(() if value.guard is None else (value.guard,))} - seen
+        seen |= fresh
+        waiting += fresh
+    return False

@@ -291,6 +291,6 @@ SPECIAL: dict[str, Rule] = {
     "logsumexp": _logsumexp,
     "linalg_vector_norm": _vector_norm, "batch_norm": _batch_norm, "max": _larger("maximum"), "min": _larger("minimum"),
     "cumsum": _refused("needs the elements before its own"),
-    **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"), _refused("reduces over windows, not rows")),
+    "adaptive_avg_pool2d": _refused("reduces over windows of several sizes"),
     **dict.fromkeys(("argmax", "argmin"), _refused("returns places, not values")),
 }  # fmt: skip

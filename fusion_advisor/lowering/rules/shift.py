@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import Index, Place
 from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
-from fusion_advisor.ir.program import REDUCTIONS
 from fusion_advisor.lowering.builder.builder import Rule
+from fusion_advisor.lowering.builder.values import has_reduction
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
@@ -56,22 +56,9 @@ def _pad(lowering: Lowering, op: OpNode, where: Index) -> int:
         return lowering.argument(op, 0, tuple(places))
     dtype = compute_dtype(op.outputs[0].dtype)
     element = lowering.guarded(source, tuple(places), guard, dtype)
-    if _has_reduction(lowering, element):
+    if has_reduction(lowering, element):
         raise CannotLower("FA604", f"{op.target} of what a row reduction computes: it would read the rows that are not there")
     return lowering.make("where", guard, element, lowering.const(fill or 0, dtype), dtype=dtype)
-
-
-def _has_reduction(lowering: Lowering, number: int) -> bool:
-    """Whether a value is made of a reduction, which reads whole rows whatever the guard of its reader says."""
-    waiting, seen = [number], {number}
-    while waiting:
-        value = lowering.values[waiting.pop()]
-        if value.op in REDUCTIONS:
-            return True
-        fresh = {*value.args, *(() if value.guard is None else (value.guard,))} - seen
-        seen |= fresh
-        waiting += fresh
-    return False
 
 
 def _roll(lowering: Lowering, op: OpNode, where: Index) -> int:

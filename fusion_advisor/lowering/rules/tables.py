@@ -17,6 +17,7 @@ from fusion_advisor.lowering.rules.resample import RESAMPLED
 from fusion_advisor.lowering.rules.scatter import rows_of, scattered, written_shape
 from fusion_advisor.lowering.rules.shift import SHIFTED
 from fusion_advisor.lowering.rules.view import RESHAPES, VIEWS, piece_rule, repeat_rule
+from fusion_advisor.lowering.rules.window import WINDOWED
 
 __all__ = [
     "DTYPES", "FLOATS", "INTEGERS", "LOWERABLE", "POINTWISE", "RESHAPES", "RULES", "SPECIAL", "VIEWS", "CannotLower", "Index",
@@ -24,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 POINTWISE = {**_FORWARD, **BACKWARD}
-SPECIAL = {**_ROWS, **ROWS_BACKWARD, **GATHERS, **GROUPED, **RESAMPLED, **SHIFTED}
+SPECIAL = {**_ROWS, **ROWS_BACKWARD, **GATHERS, **GROUPED, **RESAMPLED, **SHIFTED, **WINDOWED}
 LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
 """Base names of the ATen ops that some kernel can compute."""
 RULES = RuleTables(

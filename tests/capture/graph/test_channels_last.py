@@ -8,7 +8,7 @@ from torch import nn
 
 from fusion_advisor.capture.graph import channels_last
 from fusion_advisor.capture.graph.channels_last import is_quicker_channels_last, lay_channels_last
-from fusion_advisor.capture.graph.layout_copies import LAID_OUT, kinds_of, undo
+from fusion_advisor.capture.graph.layout_copies import LAID_OUT, kinds_of, result_of, undo
 from fusion_advisor.capture.graph.tracer import capture_regions
 
 IMAGES = torch.randn(2, 3, 16, 16)
@@ -24,11 +24,25 @@ class Block(nn.Module):
         return torch.relu(images + self.norm(self.two(torch.relu(self.one(images)))))
 
 
+class NormedBlock(nn.Module):
+    """PoolFormer's: means less themselves and two convolutions, each after a norm over all of an image."""
+
+    def __init__(self, channels, groups=1, wide=4):
+        super().__init__()
+        self.first, self.second = (nn.GroupNorm(groups, channels) for _ in range(2))
+        self.one, self.two = nn.Conv2d(channels, wide * channels, 1), nn.Conv2d(wide * channels, channels, 1)
+
+    def forward(self, images):
+        normed = self.first(images)
+        images = images + nn.functional.avg_pool2d(normed, 3, 1, 1, count_include_pad=False) - normed
+        return images + self.two(torch.relu(self.one(self.second(images))))
+
+
 class Net(nn.Module):
-    def __init__(self, end=lambda images: images.mean((2, 3)), between=lambda images: images):
+    def __init__(self, end=lambda images: images.mean((2, 3)), between=lambda images: images, block=Block):
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.blocks = nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ModuleList(Block(16) for _ in range(3))
+        self.stem, self.blocks = nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ModuleList(block(16) for _ in range(3))
         self.end, self.between = end, between
 
     def forward(self, images):
@@ -38,11 +52,17 @@ class Net(nn.Module):
         return self.end(images)
 
 
-def laid_out(model):
+def as_on_cuda(graph_module, node):
+    """A node's fake result, where group norms return contiguous images as they do on CUDA."""
+    result = result_of(graph_module, node)
+    return result.contiguous() if node.target is torch.ops.aten.group_norm.default else result
+
+
+def laid_out(model, fake_result=None):
     with torch.no_grad():
         (region,) = capture_regions(model.eval(), (IMAGES,), {}).regions
         assert not kinds_of(region.graph.graph)  # a CPU has no need for it
-        count = lay_channels_last(region.graph, lambda _: True)
+        count = lay_channels_last(region.graph, lambda _: True, fake_result)
         got, expected = region.graph(*region.example_args), model(IMAGES)
     got = got if isinstance(got, tuple | list) else (got,)
     expected = expected if isinstance(expected, tuple) else (expected,)
@@ -119,3 +139,58 @@ def test_padding_by_name_is_a_convolution_too():
         block.one.padding = "same"
     _, count = laid_out(net)
     assert count == 1
+
+
+def after_norms(graph):
+    return [
+        node for node in graph.graph.nodes
+        if LAID_OUT in node.meta and node.all_input_nodes[0].target is torch.ops.aten.group_norm.default
+    ]  # fmt: skip
+
+
+def test_the_layout_spans_group_norms_that_do_not_keep_it():
+    graph, count = laid_out(Net(block=NormedBlock), as_on_cuda)
+    assert count == 7 and len(after_norms(graph)) == 6
+    assert all(image.is_contiguous(memory_format=torch.channels_last) for image in images_of(graph))
+    pools = [node for node in graph.graph.nodes if node.target is torch.ops.aten.avg_pool2d.default]
+    assert len(pools) == 3 and all(not node.meta["val"].is_contiguous() for node in pools)
+    undo(graph, channels_last.ID)
+    assert not kinds_of(graph.graph) and all(image.is_contiguous() for image in images_of(graph))
+
+
+def test_a_group_norm_that_keeps_the_layout_gets_no_copy():
+    graph, count = laid_out(Net(block=NormedBlock))
+    assert count == 1 and not after_norms(graph)
+
+
+def test_what_a_norm_returns_to_the_caller_stays_as_it_was():
+    model = Net(block=NormedBlock, end=lambda images: nn.functional.group_norm(images, 1))
+    with torch.no_grad():
+        (region,) = capture_regions(model.eval(), (IMAGES,), {}).regions
+    output = next(node for node in region.graph.graph.nodes if node.op == "output")
+    before = [node.meta["val"].stride() for node in output.all_input_nodes]
+    assert lay_channels_last(region.graph, lambda _: True, as_on_cuda) == 7  # not run: a CPU's norm keeps the layout
+    assert len(after_norms(region.graph)) == 6
+    assert [node.meta["val"].stride() for node in output.all_input_nodes] == before
+
+
+def test_a_view_of_a_norm_keeps_the_norms_memory():
+    def flattened(images):
+        return images + nn.functional.group_norm(images, 1).flatten(2).softmax(-1).view(images.shape)
+
+    _, count = laid_out(Net(block=NormedBlock, between=flattened), as_on_cuda)
+    assert count > 0
+
+
+def test_norms_that_cost_more_than_the_convolutions_spare_are_not_spanned():
+    class Narrow(NormedBlock):
+        def __init__(self, channels):
+            super().__init__(channels, wide=1)
+
+        def forward(self, images):
+            for _ in range(4):
+                images = torch.relu(self.first(images))
+            return super().forward(images)
+
+    graph, count = laid_out(Net(block=Narrow), as_on_cuda)
+    assert count == 0 and not kinds_of(graph.graph)
