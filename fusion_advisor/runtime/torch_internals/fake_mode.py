@@ -141,7 +141,7 @@ def propagate(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None
                 result = super().run_node(n)
                 if n.op != "call_function":
                     return result
-                given = torch.fx.node.map_arg((n.args, n.kwargs), lambda source: source.meta["val"])
+                given = torch.fx.node.map_arg((n.args, n.kwargs), lambda source: source.meta.get("val"))
                 if (corrected := laid_as_in_eager(n, result, *given)) is not result:
                     n.meta["val"] = corrected
                 return corrected
