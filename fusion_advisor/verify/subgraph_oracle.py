@@ -17,6 +17,7 @@ from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.lowering.builder.lowered import written_by
 from fusion_advisor.records import OpClass, OpNode, TensorMeta
+from fusion_advisor.verify.exact_tails import exactly
 from fusion_advisor.verify.row_tables import distinct_rows, ids_of, row_tables
 
 
@@ -123,6 +124,9 @@ class OriginalChain:
             values[node] = to_float64(nothing) if as_float64 else nothing
         with torch.no_grad():
             for node in self.nodes:
+                if as_float64 and (exact := exactly(node, values)) is not None:
+                    values[node] = exact()
+                    continue
                 arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
                 keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
                 if as_float64:

@@ -17,6 +17,7 @@ import torch
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.gemm.problem import MOST_ROWS, GemvProblem
 from fusion_advisor.codegen.gemm.registry import FEW_ROWS_ONLY
+from fusion_advisor.fuse.decide.alone import far_too_little
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
@@ -38,6 +39,7 @@ from fusion_advisor.fuse.stages.gemm_sites import (
 from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, Make, check, header_of, install
 from fusion_advisor.fuse.stages.linear_kinds import Kind, find_kinds
 from fusion_advisor.records import Fusion, OpClass, Receipt, Status, Timing
+from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.verify.check_chain import why_wrong
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
 from fusion_advisor.workload.device import fault_of, is_out_of_memory
@@ -114,11 +116,15 @@ def _timed(
     passes = kept_passes(kept.rewrites)
     before = step_of(kept.bench, kept.built, passes, [*kept.linears, *chosen])
     after = step_of(kept.bench, kept.built, passes, [*kept.linears, *chosen, built])
-    verdict = instruments.on_top(
+    alone = instruments.change_alone(runner, before, after, options.confidence) if options.is_timed else None
+    verdict = None
+    if runner.on_cuda and options.effort != "thorough":
+        verdict = far_too_little(built.id, alone, step_ns=kept.decision.after.median_ns, min_gain=options.min_gain)
+    verdict = verdict or instruments.on_top(
         runner, before.run, after.run,
         name=built.id, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, is_timed=options.is_timed,
     )  # fmt: skip
-    return _judged(row, verdict, instruments.saving_alone_ns(runner, before, after) if options.is_timed else None)
+    return _judged(row, verdict, alone)
 
 
 def _with_kernels(kept: Kept, rows: Sequence[Fusion], chosen: Sequence[BuiltLinear]) -> Kept:
@@ -214,14 +220,16 @@ def _row(bench: Bench, kind: Kind, name: str) -> Fusion:
     )
 
 
-def _judged(row: Fusion, verdict: Verdict, alone_ns: int | None) -> Fusion:
+def _judged(row: Fusion, verdict: Verdict, alone: Difference | None) -> Fusion:
+    is_of_step = verdict.is_timed and not verdict.is_timed_alone
     return replace(
         row,
         status=verdict.status,
-        reason=f"{verdict.reason} (timed last, on top of all that was kept)" if verdict.is_timed else verdict.reason,
+        reason=f"{verdict.reason} (timed last, on top of all that was kept)" if is_of_step else verdict.reason,
+        is_timed_alone=verdict.is_timed_alone,
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
-        predicted_saving_ns=alone_ns,
+        predicted_saving_ns=None if alone is None else -alone.median_ns,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from fusion_advisor.fuse.decide.alone import (
     each_of,
+    far_too_little,
     is_longer_in_vain,
     judged_alone,
     not_worth_the_step,
@@ -195,6 +196,17 @@ def test_each_of_several_has_their_verdict_and_its_share_of_what_they_save(statu
     assert {name: one.timed_with for name, one in found.items()} == {"F2": ("F3",), "F3": ("F2",)}
     assert found["F2"].reason.startswith("by its own times −3.00 µs per step, too little by itself; together with F3: ")
     assert each_of(joint, Candidate(id="F9"), {}) == {"F9": joint}
+
+
+@pytest.mark.parametrize(("low_ns", "is_left_out"), [(-20, True), (-30, False), (5, True)])
+def test_a_step_is_not_timed_with_what_saves_less_than_asked_even_twice_over(low_ns, is_left_out):
+    change = Difference(median_ns=low_ns + 5, low_ns=low_ns, high_ns=low_ns + 10)
+    verdict = far_too_little("G1", change, step_ns=10_000, min_gain=0.005)
+    assert (verdict is not None) == is_left_out
+    if verdict is not None:
+        assert (verdict.status, verdict.is_timed_alone, verdict.delta_ns) == (Status.TOO_LITTLE, True, change.median_ns)
+        assert "the step was not timed with it" in verdict.reason
+    assert far_too_little("G1", None, step_ns=10_000, min_gain=0.005) is None
 
 
 def test_on_a_gpu_only_what_saves_next_to_nothing_is_left_out():
