@@ -97,6 +97,20 @@ def test_a_lone_pointwise_op_that_a_launch_costs_more_than_it_could_gain_is_no_r
     assert (row.chain.ops, len(row.chain.sites), row.chain.launches) == (("tanh",), 2, 2)
 
 
+def test_a_lone_copy_is_a_row_where_its_kernel_is_clearly_slower_than_the_memory():
+    def heads(x, w):
+        return (x @ w).view(8, 8, 4, 16).permute(0, 2, 1, 3).contiguous().view(-1, 8, 16).bmm(x.view(-1, 16, 8))
+
+    def turned(x, w):
+        return (x @ w).t().contiguous() @ w
+
+    x = torch.randn(64, 64)
+    assert ranked(heads, x, x, duration_ns=LONE_FLOOR_NS * 114 // 100) == []
+    (row,) = ranked(heads, x, x, duration_ns=LONE_FLOOR_NS * 116 // 100)
+    assert (row.chain.ops, row.chain.floor_ns, row.refusal) == (("contiguous",), LONE_FLOOR_NS, None)
+    assert ranked(turned, x, x, duration_ns=10 * LONE_FLOOR_NS) == []
+
+
 def test_rows_below_a_share_are_left_out():
     assert ranked(lambda x, w: torch.tanh(x * 2.0) @ w, torch.randn(8, 8), torch.randn(8, 8), min_share=0.9) == []
 
