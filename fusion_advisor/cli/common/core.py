@@ -152,6 +152,14 @@ def apply_generate(loaded: Loaded, options: ApplyOptions, progress: Progress, on
     return applied
 
 
+def apply_training(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
+    """As ``apply_workload``, for forward and backward of a training step."""
+    applied: AppliedRun = import_module("fusion_advisor.fuse.modes.apply_training").apply_training(
+        loaded, options, progress, on_report
+    )
+    return applied
+
+
 def read_patterns(kernel_dirs: Sequence[Path]) -> None:
     """Read, import and trace the user's kernels, so that a broken kernel is reported before a long run."""
     discover, patterns = (import_module(f"fusion_advisor.library.{name}") for name in ("discover", "patterns"))

@@ -46,7 +46,8 @@ def with_backward(graph_module: GraphModule, inputs: list[Any], forward: MakeCal
         inference_compiler=compiler(forward),
         partition_fn=min_cut_rematerialization_partition,
     )
-    with config.patch(donated_buffer=False):
+    # Else the backward graph would be handed over in the middle of the first backward pass: on a GPU in a thread of autograd's.
+    with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
         call: Callable[..., Any] = to_graphs(graph_module, inputs)
     return call
 
