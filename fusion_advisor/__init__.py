@@ -70,8 +70,8 @@ def apply(
     """Fuse a live model and keep what pays.
 
     Args:
-        model: any module, in ``eval()`` mode for ``phase="forward"``; this instance is fused in place, until ``revert()``. What an
-            earlier ``apply`` put into it is reverted first.
+        model: any module, in ``eval()`` mode for ``phase="forward"``; this instance is fused in place, until ``revert()``. What
+            an earlier ``apply`` put into it is reverted first.
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
         phase: ``forward``, or ``train`` to fuse forward, loss and backward of a training step. The step is measured in
             ``train()`` mode and under the autocast of this call; the model keeps its mode, its gradients and its buffers. The

@@ -153,8 +153,9 @@ class TrainedGraph:
         self._optimise_halves(step)
         if not any(half.is_changed for half in self.halves):
             return Outcome(NOTHING)
-        # Other numbers than at the first call: a mask of that call would be right for that call alone. And a second backward pass
-        # over what is kept: one that writes to it is right once.
+        # Once with other numbers: a mask kept from the first call would be right for that call alone. And a second backward
+        # pass over what is kept: one that writes to it is right once.
+        step.run(self._joint, seed=_SEED + 1)
         ours = step.run(self._joint, seed=_SEED, backward_passes=2)
         if any(autograd_graphs.draws_numbers(half.graph) for half in self.halves):
             # Eager's dropout may draw other numbers from the same seed than the one op that it is traced as.

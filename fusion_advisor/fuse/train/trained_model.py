@@ -95,7 +95,7 @@ class TrainedModel(InPlace):
     def compiled_call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled call, whatever is in place; it captures the graphs the first time."""
         # Every model of a class adds graphs to its code object; at dynamo's default limit it would silently run eager.
-        with dynamo.raise_recompile_limit(1024):
+        with dynamo.raise_recompile_limit(1024), dynamo.without_repeated_warnings():
             return self._compiled(*args, **kwargs)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
