@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fusion_advisor.fuse.live.fused_model import FusedModel
     from fusion_advisor.fuse.live.saved_plan import SavedPlan
     from fusion_advisor.fuse.modes.apply_training import TrainedRun
-    from fusion_advisor.fuse.plan.options import ProfileOptions
+    from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
     from fusion_advisor.fuse.train.trained_model import TrainedModel
     from fusion_advisor.report.html.notebook import NotebookReport
     from fusion_advisor.workload.load import LoadedWorkload
@@ -96,24 +96,17 @@ def apply(
         PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
     """
-    from dataclasses import replace
-    from pathlib import Path
-
-    from fusion_advisor.cli.common.run_dir import FORMATS, write_run
     from fusion_advisor.fuse.live.restore_plan import apply_plan
-    from fusion_advisor.fuse.modes.apply_training import apply_training
-    from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.plan.options import ApplyOptions
     from fusion_advisor.fuse.plan.size_ranges import asked_shapes
     from fusion_advisor.fuse.restore_shapes import restore_shapes
     from fusion_advisor.fuse.slot.in_place import take_out
-    from fusion_advisor.records.serialize import write_capture, write_report
     from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
 
-    loaded = describe_live(model, *_call(inputs), phase=phase)
     if phase not in ("forward", "train"):
         raise TypeError(f"phase is 'forward' or 'train', not {phase!r}")
+    loaded = describe_live(model, *_call(inputs), phase=phase)
     if plan is not None:
         if phase == "train":
             raise TypeError("a training step is rewritten anew in each process: leave plan out")
@@ -126,18 +119,31 @@ def apply(
         return fused
     chosen = _named("apply", loaded, ApplyOptions(**{**options, "shapes": asked_shapes(options.get("shapes"))}))
     take_out(model)
-    apply_phase: Callable[..., AppliedRun | TrainedRun] = apply_training if phase == "train" else apply_workload
-    if chosen.run_dir is None:
-        run = apply_phase(loaded, chosen)
-    else:
-        folder = Path(chosen.run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "report.json"
-        run = apply_phase(loaded, replace(chosen, run_dir=folder), on_report=lambda report: write_report(report, path))
-        write_run(run.report, folder, FORMATS)
-        write_capture(run.capture, folder / "capture.json.gz")
+    run = _applied(loaded, chosen)
     run.fused.report = for_notebook(run.report)
     return run.fused
+
+
+def _applied(loaded: LoadedWorkload, options: ApplyOptions) -> AppliedRun | TrainedRun:
+    """Apply to a loaded workload, and write the run's files where there is a directory for them."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from fusion_advisor.cli.common.run_dir import FORMATS, write_run
+    from fusion_advisor.fuse.modes.apply_training import apply_training
+    from fusion_advisor.fuse.pipeline import apply_workload
+    from fusion_advisor.records.serialize import write_capture, write_report
+
+    work: Callable[..., AppliedRun | TrainedRun] = apply_training if loaded.record.phase == "train" else apply_workload
+    if options.run_dir is None:
+        return work(loaded, options)
+    folder = Path(options.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.json"
+    run = work(loaded, replace(options, run_dir=folder), on_report=lambda report: write_report(report, path))
+    write_run(run.report, folder, FORMATS)
+    write_capture(run.capture, folder / "capture.json.gz")
+    return run
 
 
 def load_plan(run_dir: str | Path) -> SavedPlan:

@@ -104,8 +104,7 @@ def run_apply(
             if full.run_dir is not None:
                 write_atomic(full.run_dir / "report.json", dump_report(report))
 
-        by_phase = {"generate": core.apply_generate, "train": core.apply_training}
-        applied = by_phase.get(loaded.record.phase, core.apply_workload)(loaded, full, progress, save)
+        applied = core.apply_workload(loaded, full, progress, save)
         try:
             if full.run_dir is not None:
                 write_capture(applied.capture, full.run_dir / "capture.json.gz")

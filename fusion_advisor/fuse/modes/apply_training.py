@@ -29,13 +29,13 @@ from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
 from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, first_report, measure_training
+from fusion_advisor.fuse.modes.training_findings import Findings, check_of_all, merged
 from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.plan.training_options import check_training_options
 from fusion_advisor.fuse.receipts import reverted, with_receipt
 from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
-from fusion_advisor.fuse.train.findings import Findings, check_of_all, merged
 from fusion_advisor.fuse.train.journal import Entry, Journal
 from fusion_advisor.fuse.train.trained_model import TrainedModel
 from fusion_advisor.fuse.whole_model_gate import why_nothing_stays
