@@ -85,6 +85,7 @@ class _Job:
     clock: PhaseClock
     instruments: Instruments
     on_cuda: bool
+    optimise: Callable[..., Call]
 
     def step(self, call: Call) -> TrainingStep:
         """Return the training step with a call in place of the model's own."""
@@ -109,6 +110,7 @@ def apply_training(
     on_report: Callable[[Report], None] = lambda _: None,
     *,
     instruments: Instruments = MEASURED,
+    optimise: Callable[..., Call] = optimise,
 ) -> TrainedRun:
     """Rewrite both passes of a model's training step, keep what pays, and leave the model fused.
 
@@ -120,6 +122,7 @@ def apply_training(
         progress: is given each phase and its results.
         on_report: given the report so far after each phase.
         instruments: measure, and decide what stays.
+        optimise: rewrites one graph of a pass.
 
     Raises:
         UsageError: an option that a training step cannot serve.
@@ -141,7 +144,7 @@ def apply_training(
         assert options.bandwidth is not None
         job = _Job(
             loaded=loaded, options=options, progress=progress, clock=clock, instruments=instruments,
-            on_cuda=environment.device_kind == "cuda",
+            on_cuda=environment.device_kind == "cuda", optimise=optimise,
         )  # fmt: skip
         with clock.phase("profile"):
             measured = measure_training(loaded, options, progress, on_cuda=job.on_cuda)
@@ -165,7 +168,7 @@ def _rewritten(job: _Job) -> tuple[TrainedModel, Journal]:
     """Capture the step, and rewrite and judge each of its graphs: all of that is done by the graphs' first call."""
     loaded, journal = job.loaded, Journal()
     names = {id(parameter): name for name, parameter in loaded.model.named_parameters()}
-    tried = functools.partial(optimise, progress=job.progress, journal=journal, instruments=job.instruments)
+    tried = functools.partial(job.optimise, progress=job.progress, journal=journal, instruments=job.instruments)
     fuse = functools.partial(
         fuse_graph, options=job.options, optimiser=tried, names=functools.partial(_qualified, names)
     )  # fmt: skip
