@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Numbers
@@ -66,6 +67,7 @@ def optimise(
     instruments: Instruments = MEASURED,
     progress: Progress | None = None,
     journal: Journal | None = None,
+    ahead: BuildAhead | None = None,
 ) -> Call:
     """Find, check, time and install what pays in one graph.
 
@@ -76,6 +78,7 @@ def optimise(
         instruments: measure, and decide what stays.
         progress: is given each result.
         journal: gets what was found, tried and kept.
+        ahead: compiles all kernels of the graph from the start.
 
     Returns:
         The rewritten graph, or the original one when nothing pays, its inputs are written to, nsys or ncu watches, or the results
@@ -98,7 +101,7 @@ def optimise(
         sources=sources, is_exact=options.exact, is_timed=options.is_timed,
     )  # fmt: skip
     entry = journal.begin(region.original, region.training_pass, capture, plan)
-    tried, built = try_all(bench, entry.plan, options, progress, lambda _: None, instruments)
+    tried, built = try_all(bench, entry.plan, options, progress, lambda _: None, instruments, ahead)
     entry.fusions = tuple(tried)
     if options.dry_run:
         return region.original.forward

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph import tracer
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step, median_step
@@ -30,7 +31,7 @@ from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
 from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, first_report, measure_training
 from fusion_advisor.fuse.modes.training_findings import Findings, check_of_all, merged
-from fusion_advisor.fuse.pipeline import on_device
+from fusion_advisor.fuse.pipeline import building_ahead, on_device
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.plan.training_options import check_training_options
@@ -154,7 +155,8 @@ def apply_training(
             is_exact=options.exact, notes=(*NOTES, *_HOW),
         )  # fmt: skip
         on_report(report)
-        fused, journal = _rewritten(job)
+        with building_ahead(loaded, progress) as ahead:
+            fused, journal = _rewritten(job, ahead)
         report = _with_findings(report, fused, journal, measured)
         on_report(report)
         final = _dry(report) if options.dry_run else _measured(job, fused, journal, report, on_report)
@@ -164,11 +166,11 @@ def apply_training(
     return TrainedRun(fused=fused, report=final, capture=capture)
 
 
-def _rewritten(job: _Job) -> tuple[TrainedModel, Journal]:
+def _rewritten(job: _Job, ahead: BuildAhead | None) -> tuple[TrainedModel, Journal]:
     """Capture the step, and rewrite and judge each of its graphs: all of that is done by the graphs' first call."""
     loaded, journal = job.loaded, Journal()
     names = {id(parameter): name for name, parameter in loaded.model.named_parameters()}
-    tried = functools.partial(job.optimise, progress=job.progress, journal=journal, instruments=job.instruments)
+    tried = functools.partial(job.optimise, progress=job.progress, journal=journal, instruments=job.instruments, ahead=ahead)
     fuse = functools.partial(
         fuse_graph, options=job.options, optimiser=tried, names=functools.partial(_qualified, names)
     )  # fmt: skip
@@ -208,8 +210,10 @@ def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measur
     rewritten = [one for one in outcomes if not one.reason]
     checks = [one.check for one in rewritten or outcomes if one.check is not None]
     captured = step_profile.step_profile("captured", found.launches)
+    joined_ns = sum(one.capture.quality.joined_share * one.capture.quality.captured_device_ns for one in journal.entries)
     quality = replace(
-        report.quality, captured_device_ns=captured.device_ns, reconciliation=_reconciled(found, measured),
+        report.quality, joined_share=joined_ns / max(captured.device_ns, 1), captured_device_ns=captured.device_ns,
+        reconciliation=_reconciled(found, measured),
         graph_breaks=tuple(fused.breaks),
     )  # fmt: skip
     return replace(
@@ -293,6 +297,7 @@ def _traced(job: _Job, fused: TrainedModel, kept: list[Entry]) -> tuple[list[int
     runs = [counts[id(entry.graph)] for entry in kept]
     save_to = job.options.run_dir / "trace.after.json.gz" if job.options.run_dir else None
     with counted(is_op_by_op=not job.on_cuda):
+        step()  # the first one in a new way takes longer
         trace = profiler.record(step, steps=job.options.steps, on_cuda=job.on_cuda, save_to=save_to)
     return runs, median_step(trace, on_cuda=job.on_cuda)
 

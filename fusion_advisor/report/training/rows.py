@@ -30,12 +30,15 @@ def shares(report: Report) -> str:
         return ""
     held = {name: sum(chain.share for chain in report.chains if chain.training_pass == name) for name in PASSES}
     counts = {name: sum(chain.training_pass == name for chain in report.chains) for name in PASSES}
-    parts = [f"{units.share(held[name])} in {counts[name]} of the {name} pass" for name in PASSES]
-    return f"Kernel time in chains: {', '.join(parts)}; ranked together below."
+    parts = [f"{units.share(held[name])} in the {counts[name]} of the {name} pass" for name in PASSES]
+    return f"Share of kernel time in chains: {', '.join(parts)}; all are ranked together."
 
 
 def gradient_line(check: ModelCheck) -> str:
-    """How many gradients were compared, and the worst of them beside eager's own error; empty where none were."""
+    """How many gradients were compared, and the worst of them beside eager's own error; empty where none were.
+
+    As a headline's points it ends in no full stop.
+    """
     if not check.gradients:
         return ""
     what = f"gradient of `{check.worst.removeprefix(GRADIENT)}`" if check.worst.startswith(GRADIENT) else f"`{check.worst}`"
@@ -44,7 +47,7 @@ def gradient_line(check: ModelCheck) -> str:
     errors = f"relative L2 {units.error(check.fused_rel_l2)}, eager {units.error(check.eager_rel_l2)}"
     verdict = "all within the limit" if check.is_passed else "not within the limit"
     number = f"{check.gradients} gradient{'' if check.gradients == 1 else 's'}"
-    return f"{number} compared with {check.oracle}, {verdict}. Nearest to its limit: {what}{times} ({errors})."
+    return f"{number} compared with {check.oracle}, {verdict}. Nearest to its limit: {what}{times} ({errors})"
 
 
 def profile_sentence(report: Report) -> str:

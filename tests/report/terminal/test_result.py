@@ -171,7 +171,7 @@ def test_a_rewritten_training_step_names_the_pass_of_each_row() -> None:
     words = "2 gradients compared with float64, all within the limit. Nearest to its limit: gradient of"
     for page in (text, render_markdown(report).replace("\\", ""), unescape(render_html(report))):
         assert words in page and "transformer.h.3.ln_1.weight" in page and "0.93 × eager's own" in page
-        assert "Kernel time in chains: " in page
+        assert "Share of kernel time in chains: " in page
     assert "| Fusion | Pass | Sites replaced |" in render_markdown(report)
     page = render_html(report)
     assert page.count('<th scope="col">Pass</th>') == 2 and "<td>backward</td>" in page and "<td>forward</td>" in page
