@@ -160,6 +160,7 @@ def apply_training(
         report = _with_findings(report, fused, journal, measured)
         on_report(report)
         final = _dry(report) if options.dry_run else _measured(job, fused, journal, report, on_report)
+    journal.entries.clear()  # the graphs' optimiser keeps it, and the report has all that it holds
     fused.report = final = replace(final, durations_s=tuple(clock.durations_s))
     if final.status == "applied" and final.after is not None and final.after.label != _UNCHANGED:
         fused.apply()

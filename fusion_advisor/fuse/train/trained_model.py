@@ -23,7 +23,7 @@ from fusion_advisor.fuse.live.module_guard import ModuleGuard
 from fusion_advisor.fuse.slot.in_place import InPlace
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.records import GraphBreak
-from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo
+from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo, fake_mode
 
 Call = Callable[..., Any]
 FuseGraph = Callable[[GraphModule, list[Any]], Call]
@@ -60,12 +60,14 @@ class TrainedModel(InPlace):
         """Where dynamo split the call."""
         self._fuse = fuse
         self._is_sealed = False
+        self._fake_modes: list[Any] = []
         self._guard = ModuleGuard(model, is_trained=True)
         self._verified = signature(args, kwargs)
         self._autocast = _autocast()
         self._compiled = dynamo.compiled_call(model, self._backend)
 
     def _backend(self, graph_module: GraphModule, inputs: list[Any]) -> Call:
+        self._fake_modes += dynamo.fake_modes_of(graph_module)
         if self._is_sealed:
             self._fallbacks.add(OTHER_GRAPH)
             return graph_module.forward
@@ -97,6 +99,11 @@ class TrainedModel(InPlace):
         # Every model of a class adds graphs to its code object; at dynamo's default limit it would silently run eager.
         with dynamo.raise_recompile_limit(1024), dynamo.without_repeated_warnings():
             return self._compiled(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Drop what dynamo's traces keep of the tensors that were traced."""
+        fake_mode.forget_real_tensors(self._fake_modes)
+        self._fake_modes.clear()
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Run the fused graphs if this call was verified, the original ops if not."""

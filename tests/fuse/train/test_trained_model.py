@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import fusion_advisor as fa
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.plan.options import Budgets
 from fusion_advisor.fuse.train import trained_model
+from tests.fuse.live.test_leaks import live_storages
 from tests.fuse.train.test_models import MODELS, batch
 from tests.fuse.train.test_trained_graph import WIDTH, Block, gradients, step
 from tests.tiny import BANDWIDTH
@@ -191,6 +194,23 @@ def test_revert_puts_back_the_call_exactly_and_a_copy_is_refused(x):
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert model.gate.weight.grad is None
+
+
+def test_steps_keep_no_memory_and_a_reverted_model_is_freed(x):
+    torch.manual_seed(0)
+    model = Block().train()
+    fused, sizes = applied(model, (x,)), []
+    for count in (3, 10):
+        for _ in range(count):
+            step(model, x.clone())
+        sizes.append(live_storages())
+    assert sizes[0] == sizes[1]
+    fused.revert()
+    weight = weakref.ref(model.gate.weight)
+    del fused, model
+    torch.compiler.reset()
+    gc.collect()
+    assert weight() is None
 
 
 def test_autocast_around_apply_is_what_is_verified(x):
