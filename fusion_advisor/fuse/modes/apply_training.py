@@ -141,15 +141,15 @@ def apply_training(
     with on_device(loaded, "applying to a training step"), seeded(loaded.request.seed, device), in_training(loaded.model):
         with clock.phase("bandwidth"):
             environment = describe_environment(loaded.record.device)
-            options = replace(options, bandwidth=options.bandwidth or measure_bandwidth(loaded.record.device))
-        assert options.bandwidth is not None
+            bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
+            options = replace(options, bandwidth=bandwidth)
         job = _Job(
             loaded=loaded, options=options, progress=progress, clock=clock, instruments=instruments,
             on_cuda=environment.device_kind == "cuda", optimise=optimise,
         )  # fmt: skip
         with clock.phase("profile"):
             measured = measure_training(loaded, options, progress, on_cuda=job.on_cuda)
-        capture = capture_of(loaded, environment, options.bandwidth, measured)
+        capture = capture_of(loaded, environment, bandwidth, measured)
         report = replace(
             first_report(capture, measured, options, clock), status="interrupted", baseline=options.baseline, keep=options.keep,
             is_exact=options.exact, notes=(*NOTES, *_HOW),

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from fusion_advisor.fuse.receipts import reverted_fusion, reverted_rewrite
 from fusion_advisor.fuse.train.journal import Entry
-from fusion_advisor.records import Chain, Fusion, GraphRewrite, Launch, Match, ModelCheck, NoMatch
+from fusion_advisor.fuse.train.trained_graph import NOT_FASTER
+from fusion_advisor.records import Chain, Fusion, GraphRewrite, Launch, Match, ModelCheck, NoMatch, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,12 @@ def merged(entries: Sequence[Entry], refusal_of: Callable[[Entry], str]) -> Find
 
 
 def _stays_or_not(row: Fusion, refusal: str) -> Fusion:
-    return reverted_fusion(row, refusal) if refusal else row
+    return reverted_fusion(row, refusal, _status_of(refusal)) if refusal else row
+
+
+def _status_of(refusal: str) -> Status:
+    """The verdict on what was kept in a graph that runs its own ops: on its time, or on its numbers."""
+    return Status.WITHIN_NOISE if refusal == NOT_FASTER else Status.NOT_REPLACED
 
 
 def _rewrites(entries: Sequence[Entry], refusal_of: Callable[[Entry], str]) -> list[GraphRewrite]:
@@ -82,7 +88,7 @@ def _rewrites(entries: Sequence[Entry], refusal_of: Callable[[Entry], str]) -> l
         end, refusal = f"-{entry.training_pass}{number}", refusal_of(entry)
         for row in entry.rewrites:
             named = replace(row, id=f"{row.id}{end}", training_pass=entry.training_pass)
-            rows.append(reverted_rewrite(named, refusal) if refusal else named)
+            rows.append(reverted_rewrite(named, refusal, _status_of(refusal)) if refusal else named)
     return rows
 
 

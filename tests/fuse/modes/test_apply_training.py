@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ import fusion_advisor as fa
 from fusion_advisor.errors import NotTrainable, UnreadableReport, UsageError
 from fusion_advisor.fuse.dynamo_backend import optimise
 from fusion_advisor.fuse.modes.apply_training import apply_training
+from fusion_advisor.fuse.modes.training_findings import merged
 from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
+from fusion_advisor.fuse.plan.plan import Plan
+from fusion_advisor.fuse.train.journal import Journal
+from fusion_advisor.fuse.train.trained_graph import NOT_FASTER
 from fusion_advisor.records import GRADIENT, Status
 from fusion_advisor.records.serialize import dump_report, load_report, read_report, write_capture
 from fusion_advisor.report.html.page import render_html
@@ -22,6 +27,7 @@ from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.train.test_planted import PLANTS
 from tests.fuse.train.test_trained_graph import WIDTH, Block, gradients, step
+from tests.report.fixtures import applied
 from tests.tiny import BANDWIDTH
 
 OPTIONS = ApplyOptions(
@@ -101,6 +107,33 @@ def test_a_dry_run_builds_kernels_of_both_passes_and_times_no_step(loaded):
     assert (report.status, report.after, report.model_check, run.fused.is_applied) == ("dry run", None, None, False)
     planned = [fusion for fusion in report.fusions if fusion.status is Status.PLANNED]
     assert {fusion.training_pass for fusion in planned} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"), [("", Status.KEPT), (NOT_FASTER, Status.WITHIN_NOISE), ("too far", Status.NOT_REPLACED)]
+)
+def test_rows_of_a_graph_that_runs_its_own_ops_are_not_kept(refusal, status):
+    journal, base = Journal(), applied()
+    plan = Plan(chains=base.chains, answers=base.answers, fusions=())
+    capture = SimpleNamespace(launches=())
+    for training_pass in ("forward", "backward"):
+        entry = journal.begin(nn.Identity(), training_pass, capture, plan)
+        entry.fusions, entry.rewrites = base.fusions, base.rewrites
+    found = merged(journal.entries, lambda entry: refusal if entry.training_pass == "backward" else "")
+    for rows in (found.fusions, found.rewrites):
+        was_kept = [row for row in rows if row.training_pass == "forward" and row.status is Status.KEPT]
+        ours = [row for row in rows if row.training_pass == "backward" and row.status is status and row.reason]
+        assert was_kept and len(ours) >= len(was_kept)
+        if refusal:
+            assert {row.reason for row in ours if row.status is status} >= {refusal}
+            assert not any(row.status is Status.KEPT for row in rows if row.training_pass == "backward")
+    assert {row.id for row in found.rewrites} == {f"{row.id}-{name}" for row in base.rewrites for name in ("forward", "backward")}
+    assert [chain.id for chain in found.chains] == [f"C{n + 1}" for n in range(2 * len(base.chains))]
+    by_id = {chain.id: chain for chain in found.chains}
+    assert all(by_id[answer.chain_id] is chain for answer, chain in zip(found.answers, found.chains, strict=True))
+    kernels = {(one.id, fusion.kernel) for one in base.chains for fusion in base.fusions if fusion.chain_id == one.id}
+    ops = {one.id: one.ops for one in base.chains}
+    assert {(by_id[row.chain_id].ops, row.kernel) for row in found.fusions} == {(ops[at], kernel) for at, kernel in kernels}
 
 
 class Split(nn.Module):
