@@ -135,10 +135,9 @@ def apply_training(
     check_training_options(options)
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
-    progress = progress or Progress()
-    clock = PhaseClock(progress)
-    device = torch.device(loaded.record.device)
-    with on_device(loaded, "applying to a training step"), seeded(loaded.request.seed, device), in_training(loaded.model):
+    clock = PhaseClock(progress := progress or Progress())
+    seed, device = loaded.request.seed, torch.device(loaded.record.device)
+    with on_device(loaded, "applying to a training step"), seeded(seed, device), in_training(loaded.model):
         with clock.phase("bandwidth"):
             environment = describe_environment(loaded.record.device)
             bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
