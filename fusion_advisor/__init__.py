@@ -5,17 +5,20 @@ Importing this module imports no torch; the work is imported when a function is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
+    from fusion_advisor.fuse.finish import AppliedRun
     from fusion_advisor.fuse.live.fused_model import FusedModel
     from fusion_advisor.fuse.live.saved_plan import SavedPlan
-    from fusion_advisor.fuse.plan.options import ProfileOptions
+    from fusion_advisor.fuse.modes.apply_training import TrainedRun
+    from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
+    from fusion_advisor.fuse.train.trained_model import TrainedModel
     from fusion_advisor.report.html.notebook import NotebookReport
     from fusion_advisor.workload.load import LoadedWorkload
 
@@ -49,13 +52,31 @@ def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> NotebookRepo
     return for_notebook(report)
 
 
-def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None, **options: Any) -> FusedModel:
+@overload
+def apply(
+    model: torch.nn.Module, inputs: Any, *, phase: Literal["forward"] = "forward", plan: SavedPlan | None = None, **options: Any
+) -> FusedModel: ...
+
+
+@overload
+def apply(
+    model: torch.nn.Module, inputs: Any, *, phase: Literal["train"], plan: SavedPlan | None = None, **options: Any
+) -> TrainedModel: ...
+
+
+def apply(
+    model: torch.nn.Module, inputs: Any, *, phase: str = "forward", plan: SavedPlan | None = None, **options: Any
+) -> FusedModel | TrainedModel:
     """Fuse a live model and keep what pays.
 
     Args:
-        model: any module in ``eval()`` mode; this instance is fused in place, until ``revert()``. What an earlier ``apply`` put
-            into it is reverted first.
+        model: any module, in ``eval()`` mode for ``phase="forward"``; this instance is fused in place, until ``revert()``. What
+            an earlier ``apply`` put into it is reverted first.
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
+        phase: ``forward``, or ``train`` to fuse forward, loss and backward of a training step. The step is measured in
+            ``train()`` mode and under the autocast of this call; the model keeps its mode, its gradients and its buffers. The
+            loss is the model's own where it returns one (give labels), else the mean of its outputs; what is verified does not
+            depend on it.
         plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed, without options or timing.
         **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`. ``shapes="batch=1..16,seq=1..4096"`` serves
             ranges of sizes (:func:`fusion_advisor.fuse.plan.size_ranges.read_shapes`). With ``run_dir`` the run's files are
@@ -69,26 +90,26 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     Raises:
         CannotCapture: dynamo captured no graph of the model.
         ModelInTraining: the model, or a dropout in it, is in ``train()`` mode.
-        TypeError: options together with a plan, or an argument that is no module.
+        NotTrainable: for ``phase="train"``, no output depends on a parameter, or the step raises.
+        UsageError: for ``phase="train"``, an option that a training step cannot serve.
+        TypeError: options together with a plan, a plan for ``phase="train"``, another phase, or an argument that is no module.
         PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
     """
-    from dataclasses import replace
-    from pathlib import Path
-
-    from fusion_advisor.cli.common.run_dir import FORMATS, write_run
-    from fusion_advisor.fuse.live.fused_model import take_out
     from fusion_advisor.fuse.live.restore_plan import apply_plan
-    from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.plan.options import ApplyOptions
     from fusion_advisor.fuse.plan.size_ranges import asked_shapes
     from fusion_advisor.fuse.restore_shapes import restore_shapes
-    from fusion_advisor.records.serialize import write_capture, write_report
+    from fusion_advisor.fuse.slot.in_place import take_out
     from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
 
-    loaded = describe_live(model, *_call(inputs))
+    if phase not in ("forward", "train"):
+        raise TypeError(f"phase is 'forward' or 'train', not {phase!r}")
+    loaded = describe_live(model, *_call(inputs), phase=phase)
     if plan is not None:
+        if phase == "train":
+            raise TypeError("a training step is rewritten anew in each process: leave plan out")
         if options:
             raise TypeError(f"a plan is put in as it was made, without {', '.join(sorted(options))}")
         take_out(model)
@@ -98,17 +119,31 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         return fused
     chosen = _named("apply", loaded, ApplyOptions(**{**options, "shapes": asked_shapes(options.get("shapes"))}))
     take_out(model)
-    if chosen.run_dir is None:
-        run = apply_workload(loaded, chosen)
-    else:
-        folder = Path(chosen.run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "report.json"
-        run = apply_workload(loaded, replace(chosen, run_dir=folder), on_report=lambda report: write_report(report, path))
-        write_run(run.report, folder, FORMATS)
-        write_capture(run.capture, folder / "capture.json.gz")
+    run = _applied(loaded, chosen)
     run.fused.report = for_notebook(run.report)
     return run.fused
+
+
+def _applied(loaded: LoadedWorkload, options: ApplyOptions) -> AppliedRun | TrainedRun:
+    """Apply to a loaded workload, and write the run's files where there is a directory for them."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from fusion_advisor.cli.common.run_dir import FORMATS, write_run
+    from fusion_advisor.fuse.modes.apply_training import apply_training
+    from fusion_advisor.fuse.pipeline import apply_workload
+    from fusion_advisor.records.serialize import write_capture, write_report
+
+    work: Callable[..., AppliedRun | TrainedRun] = apply_training if loaded.record.phase == "train" else apply_workload
+    if options.run_dir is None:
+        return work(loaded, options)
+    folder = Path(options.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.json"
+    run = work(loaded, replace(options, run_dir=folder), on_report=lambda report: write_report(report, path))
+    write_run(run.report, folder, FORMATS)
+    write_capture(run.capture, folder / "capture.json.gz")
+    return run
 
 
 def load_plan(run_dir: str | Path) -> SavedPlan:

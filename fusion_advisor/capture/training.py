@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,28 @@ _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
 class TrainingStep:
     """One forward and backward pass of a model; every call computes new gradients.
 
+    Args:
+        model: whose gradients are new.
+        args: of a call.
+        kwargs: of the same call.
+        model_id: for error messages.
+        call: runs the forward pass; None: the model itself.
+
     Attributes:
         loss: what the backward pass begins at, in words; known after the first call.
     """
 
-    def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, model_id: str) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        model_id: str,
+        call: Callable[..., Any] | None = None,
+    ) -> None:
         self._model, self._args, self._kwargs, self._model_id = model, args, kwargs, model_id
+        self._call = call or model
         self.loss = ""
 
     def __call__(self) -> None:
@@ -47,7 +63,7 @@ class TrainingStep:
         """
         self._model.zero_grad(set_to_none=True)
         with torch.enable_grad():
-            loss, self.loss = loss_of(self._model(*self._args, **self._kwargs), model_id=self._model_id)
+            loss, self.loss = loss_of(self._call(*self._args, **self._kwargs), model_id=self._model_id)
             loss.backward()
 
 
@@ -74,11 +90,15 @@ def loss_of(output: Any, *, model_id: str = "model") -> tuple[torch.Tensor, str]
 
 @contextlib.contextmanager
 def in_training(model: torch.nn.Module) -> Iterator[None]:
-    """Switch a model to ``train()`` inside; modes, buffers and gradients are put back after, as the steps have changed them."""
+    """Switch a model to ``train()`` inside; modes, buffers and gradients are put back after, as the steps have changed them.
+
+    The parts of a model that is in ``train()`` mode already keep their modes: a frozen batch norm stays in ``eval()``.
+    """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    model.train()
+    if not model.training:
+        model.train()
     try:
         yield
     finally:

@@ -104,21 +104,8 @@ class NotTrainable(AdvisorError):
 
     code = "FA311"
     message = "`{model_id}` cannot run a training step: {detail}"
-    hint = "profile it with --phase forward, or choose its inputs (labels, say) with --input FILE.py:fn"
+    hint = "use --phase forward, or choose its inputs (labels, say) with --input FILE.py:fn"
     exit_code = 4
-
-
-class FusionIsForInference(AdvisorError):
-    """apply was asked for a training step."""
-
-    code = "FA312"
-    message = "--phase train can be profiled but not applied"
-    note = "a model that apply fused runs its original ops where gradients are enabled"
-    hint = (
-        'fuse both passes with torch.compile(model, backend="fusion_advisor", dynamic=False), or use Liger\'s kernels '
-        "where it knows the model; apply --phase forward for inference"
-    )
-    exit_code = 2
 
 
 class ModelInTraining(AdvisorError):
@@ -126,7 +113,7 @@ class ModelInTraining(AdvisorError):
 
     code = "FA313"
     message = "`{model_id}` is in train() mode, where every call would run its original ops"
-    hint = "call model.eval() first; `fa.profile` measures a model in the mode it is in"
+    hint = 'call model.eval() first, or give phase="train" to fuse its training step'
     exit_code = 2
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Numbers
@@ -38,6 +39,7 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.fuse.train.journal import Journal
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import ModelCheck, OpNode
@@ -63,6 +65,9 @@ def optimise(
     *,
     check: Callable[[Region, Call], ModelCheck] | None = check_region,
     instruments: Instruments = MEASURED,
+    progress: Progress | None = None,
+    journal: Journal | None = None,
+    ahead: BuildAhead | None = None,
 ) -> Call:
     """Find, check, time and install what pays in one graph.
 
@@ -71,6 +76,9 @@ def optimise(
         options: the keep rule's thresholds, whether weights and buffers are frozen, and whether kernels round as eager does.
         check: compares the graph's results with a more precise run; None where whoever calls does so.
         instruments: measure, and decide what stays.
+        progress: is given each result.
+        journal: gets what was found, tried and kept.
+        ahead: compiles all kernels of the graph from the start.
 
     Returns:
         The rewritten graph, or the original one when nothing pays, its inputs are written to, nsys or ncu watches, or the results
@@ -85,18 +93,24 @@ def optimise(
     tool = attached_profiler(os.environ)
     if tool and bench.on_cuda:
         return _unfused(region.original, f"{tool} is attached, and torch.profiler, which tells what pays, would get no kernel")
-    progress = Progress()
+    progress, journal = progress or Progress(), journal or Journal()
     capture = profile_regions(bench.live, options.bandwidth or measure_bandwidth(device), device)
-    patterns, sources = library_on_demand()
+    patterns, sources = library_on_demand(options.kernel_dirs)
     plan = make_plan(
-        capture, patterns, min_share=options.min_share, sources=sources, is_exact=options.exact, is_timed=options.is_timed
-    )
-    fusions, built = try_all(bench, plan, options, progress, lambda _: None, instruments)
-    _, rewrites, _, kept = choose(bench, fusions, built, options, progress, budget_s=_BUDGET_S, instruments=instruments)
-    passes = kept_passes(rewrites)
+        capture, patterns, min_share=options.min_share, top=options.top, only=options.only_kernels, skip=options.skipped_kernels,
+        sources=sources, is_exact=options.exact, is_timed=options.is_timed,
+    )  # fmt: skip
+    entry = journal.begin(region.original, region.training_pass, capture, plan)
+    tried, built = try_all(bench, entry.plan, options, progress, lambda _: None, instruments, ahead)
+    entry.fusions = tuple(tried)
+    if options.dry_run:
+        return region.original.forward
+    _, entry.rewrites, chosen, kept = choose(bench, tried, built, options, progress, budget_s=_BUDGET_S, instruments=instruments)
+    entry.fusions, passes = tuple(chosen), kept_passes(entry.rewrites)
     if not kept and not passes:
         return region.original.forward
-    forward: Call = bench.build(kept, passes).modules[0].forward
+    entry.variant = bench.build(kept, passes)
+    forward: Call = entry.variant.modules[0].forward
     found = None if check is None else check(region, forward)
     if found is not None and not found.is_passed:
         return _unfused(
@@ -140,6 +154,10 @@ def _names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[t
     return tuple(names), tuple(roles)
 
 
+def _input_names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[str, ...]:
+    return _names(graph_module, args)[0]
+
+
 def _given_names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Name the inputs of a pass; weights are inputs like others, for every step of an optimizer changes them."""
     names = tuple(str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder")
@@ -165,11 +183,12 @@ class _FirstCall:
         self, graph_module: torch.fx.GraphModule, options: ApplyOptions, optimiser: Callable[[Region, ApplyOptions], Call],
         trace: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = retrace,
         names: Callable[[torch.fx.GraphModule, tuple[Any, ...]], tuple[tuple[str, ...], tuple[str, ...]]] | None = None,
+        training_pass: str = "",
     ) -> None:  # fmt: skip
         self._original = graph_module
         self._optimiser = optimiser
         self._options = options
-        self._region = Region(index=0, graph=trace(graph_module), original=graph_module)
+        self._region = Region(index=0, graph=trace(graph_module), original=graph_module, training_pass=training_pass)
         self._names = names or _names
         self._call: Call | None = None
 
@@ -248,6 +267,7 @@ def fuse_graph(
     example_inputs: list[Any],
     options: ApplyOptions,
     optimiser: Callable[..., Call] = optimise,
+    names: Callable[[torch.fx.GraphModule, tuple[Any, ...]], Sequence[str]] | None = None,
 ) -> Call:
     """Return what runs in place of a graph: the backend for whoever has all the options of a run.
 
@@ -256,17 +276,22 @@ def fuse_graph(
         example_inputs: its inputs; only whether they ask for gradients is read here.
         options: of the run.
         optimiser: rewrites the graph at its first call.
+        names: of the inputs of a graph that asks for gradients, by its first call; None: from the graph alone.
     """
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         if dynamo.has_dynamic_shapes(graph_module):
             return _unfused(graph_module, "gradients are enabled, and its sizes are open; compile it with dynamic=False")
-        passes = functools.partial(
-            _FirstCall, options=replace(options, freeze=False, effort="quick"), trace=autograd_graphs.copied_graph,
-            optimiser=functools.partial(optimiser, check=None), names=_given_names,
-        )  # fmt: skip
+        given = names or _input_names
+
+        def half(traced: torch.fx.GraphModule, training_pass: str) -> _FirstCall:
+            return _FirstCall(
+                traced, options=replace(options, freeze=False, effort="quick"), trace=autograd_graphs.copied_graph,
+                optimiser=functools.partial(optimiser, check=None), names=_given_names, training_pass=training_pass,
+            )  # fmt: skip
+
         return TrainedGraph(
-            graph_module, example_inputs, traced=_differentiable(graph_module), options=options, half=passes,
-            names=lambda args: _names(graph_module, args)[0], unfused=functools.partial(_unfused, graph_module),
+            graph_module, example_inputs, traced=_differentiable(graph_module), options=options, half=half,
+            names=functools.partial(given, graph_module), unfused=functools.partial(_unfused, graph_module),
         )  # fmt: skip
     if dynamo.has_dynamic_shapes(graph_module):
         try:

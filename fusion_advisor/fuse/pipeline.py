@@ -135,7 +135,7 @@ def _apply(
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
         ExitStack() as builds,
     ):  # fmt: skip
-        ahead = builds.enter_context(_building_ahead(loaded, progress))
+        ahead = builds.enter_context(building_ahead(loaded, progress))
         capture, live, plan = _profile(
             loaded, options, progress, clock, is_timed=options.is_timed, timer=instruments.timer,
             environment=environment,
@@ -169,7 +169,7 @@ def _apply(
         )  # fmt: skip
 
 
-def _building_ahead(loaded: LoadedWorkload, progress: Progress) -> AbstractContextManager[BuildAhead | None]:
+def building_ahead(loaded: LoadedWorkload, progress: Progress) -> AbstractContextManager[BuildAhead | None]:
     """Return the processes that compile kernels for a GPU: they start while the model is profiled."""
     if loaded.record.device == "cpu":
         return nullcontext()

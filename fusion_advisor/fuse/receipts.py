@@ -49,19 +49,21 @@ def reverted(report: Report, reason: str) -> Report:
     """
     return replace(
         report,
-        fusions=tuple(_reverted(fusion, reason) for fusion in report.fusions),
-        rewrites=tuple(_reverted_rewrite(rewrite, reason) for rewrite in report.rewrites),
+        fusions=tuple(reverted_fusion(fusion, reason) for fusion in report.fusions),
+        rewrites=tuple(reverted_rewrite(rewrite, reason) for rewrite in report.rewrites),
         frozen=(),
         warnings=(*report.warnings, reason),
     )
 
 
-def _reverted(fusion: Fusion, reason: str) -> Fusion:
+def reverted_fusion(fusion: Fusion, reason: str, status: Status = Status.NOT_REPLACED) -> Fusion:
+    """Return a fusion's row that does not stay after all."""
     if fusion.status not in (Status.KEPT, Status.ABSORBED):
         return fusion
     receipt = replace(fusion.receipt, sites_replaced=0, launches_after=0)
-    return replace(fusion, status=Status.NOT_REPLACED, reason=reason, receipt=receipt)
+    return replace(fusion, status=status, reason=reason, receipt=receipt)
 
 
-def _reverted_rewrite(rewrite: GraphRewrite, reason: str) -> GraphRewrite:
-    return rewrite if rewrite.status is not Status.KEPT else replace(rewrite, status=Status.NOT_REPLACED, reason=reason)
+def reverted_rewrite(rewrite: GraphRewrite, reason: str, status: Status = Status.NOT_REPLACED) -> GraphRewrite:
+    """Return a graph rewrite's row that does not stay after all."""
+    return rewrite if rewrite.status is not Status.KEPT else replace(rewrite, status=status, reason=reason)

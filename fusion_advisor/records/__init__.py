@@ -45,6 +45,7 @@ from fusion_advisor.records.shapes import ShapeFusion, ShapePiece, ShapePoint, S
 from fusion_advisor.records.step import (
     COMPILED,
     EAGER,
+    GRADIENT,
     OURS,
     OURS_COMPILED,
     Baseline,
@@ -63,6 +64,7 @@ from fusion_advisor.records.trace import TraceChain, TraceKernel, TraceReport
 __all__ = [
     "COMPILED",
     "EAGER",
+    "GRADIENT",
     "OURS",
     "OURS_COMPILED",
     "ULP_ENDS",

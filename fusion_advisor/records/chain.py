@@ -47,6 +47,8 @@ class Chain:
     dtype: str
     shape: tuple[int, ...]
     """Iteration shape of one site."""
+    training_pass: str = ""
+    """``forward`` or ``backward`` in a training step; empty in any other."""
 
     @property
     def runs(self) -> int:

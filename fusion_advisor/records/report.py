@@ -71,7 +71,7 @@ class Report:
     generation: GenerationCheck | None = None
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
     training: Training | None = None
-    """Of phase ``train``: then there are no chains, for nothing is fused."""
+    """Of phase ``train``: the eager step by its modules. A profile of it has no chains."""
     shapes: ShapeRanges | None = None
     """Of ``--shapes``: the ranges of sizes that are served, and what was decided in them."""
     launch_verdict: LaunchVerdict | None = None

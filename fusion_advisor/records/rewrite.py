@@ -184,6 +184,8 @@ class Fusion:
     """Bytes that its kernel moves at one site, weights included; None where its chain has the figure."""
     implausible: str = ""
     """Why the times of one site alone, measured again and again, cannot be right and are left out; empty where they may be."""
+    training_pass: str = ""
+    """``forward`` or ``backward`` in a training step; empty in any other."""
 
     def __post_init__(self) -> None:
         passed = self.numerics is not None and self.numerics.is_passed
@@ -221,6 +223,8 @@ class GraphRewrite:
     """Kernels that it put in: copies of what a GEMM reads and gives."""
     stage: RewriteStage = RewriteStage.PASS
     """When it was judged."""
+    training_pass: str = ""
+    """``forward`` or ``backward`` in a training step, whose rows end in that word; empty in any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

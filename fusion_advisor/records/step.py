@@ -107,6 +107,10 @@ class LaunchVerdict:
     both_floor_ns: int
 
 
+GRADIENT = "gradient of "
+"""Begins the name of an output that is a parameter's or an input's gradient."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCheck:
     """Whole-model numerics: fused and eager outputs against a higher-precision run of the original."""
@@ -131,6 +135,13 @@ class ModelCheck:
     nonfinite_mismatches: int
     limit: str
     is_passed: bool
+    worst: str = ""
+    """Name of the output that the errors are of: it comes nearest to its limit. Empty in reports that were written before."""
+
+    @property
+    def gradients(self) -> int:
+        """How many of the outputs are gradients."""
+        return sum(name.startswith(GRADIENT) for name in self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

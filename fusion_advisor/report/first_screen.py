@@ -119,8 +119,6 @@ def next_step(report: Report) -> NextStep | None:
     """Return what to do next; None where the run failed or its numbers did."""
     if report.status in ("failed", "interrupted") or (report.model_check is not None and not report.model_check.is_passed):
         return None
-    if report.training is not None:
-        return NextStep("Fusions are for inference. Profile the forward pass:", _without(report.command, "--phase", "train"))
     if report.status == "profiled":
         return NextStep(
             "Build, check and time the kernels of this run:", f"fusion-advisor apply {visible(report.run_id, 60) or '@last'}"
@@ -136,10 +134,9 @@ def next_step(report: Report) -> NextStep | None:
     statuses = [row.status for row in report.fusions] + [row.status for row in report.rewrites]
     if report.after is None or Status.KEPT not in statuses:
         return NextStep("Nothing was kept, so there is nothing to install.", "")
+    if report.training is not None:
+        code = 'import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, phase="train")'
+        return NextStep("Fuse the training step in your program; its kernels are built, checked and timed there again:", code)
     place = f'"fusion-runs/{visible(report.run_id, 60)}"' if report.run_id else "run_dir"
     code = f"import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, plan=fa.load_plan({place}))"
     return NextStep("Install these kernels in your program; they are built and checked again, not timed:", code)
-
-
-def _without(command: str, option: str, value: str) -> str:
-    return command.replace(f" {option} {value}", "")

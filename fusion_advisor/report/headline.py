@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, Status, Timing, TooBusy, Training
+from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, Status, Timing, TooBusy
 from fusion_advisor.report import baseline_rows, first_screen, shared_rows
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.shapes import sentences
+from fusion_advisor.report.training import rows as training
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ def headline(report: Report) -> Headline:
         passed = report.model_check.is_passed
         whose = "the limit" if report.tolerance is None else "--rtol and --atol"
         points.append(f"numerics {'✓ within' if passed else '✗ outside'} {whose} ({report.model_check.oracle} as oracle)")
+        points += [line] if (line := training.gradient_line(report.model_check)) else []
     elif report.after is not None and not baseline_rows.is_unchanged(report):
         points.append("whole-model numerics were not checked")
     if report.shapes is not None:
@@ -59,8 +61,8 @@ def headline(report: Report) -> Headline:
 
 
 def _result(report: Report) -> tuple[str, str]:
-    if report.training is not None:
-        return "plain", _training_sentence(report, report.training)
+    if training.is_profile(report):
+        return "plain", training.profile_sentence(report)
     better = baseline_rows.faster_compile(report)
     if better is not None:
         mode, wall = better
@@ -69,19 +71,6 @@ def _result(report: Report) -> tuple[str, str]:
         step = f"{units.duration(wall.median_ns)} per step ({shared_rows.clock_word(wall)})"
         return "warn", f"Just use torch.compile ({mode}): {step}{ours}. {text}"
     return _compared_with(report)
-
-
-def _training_sentence(report: Report, training: Training) -> str:
-    kernels = (
-        f"kernels of the forward pass {units.duration(training.forward_ns)}, of the backward pass "
-        f"{units.duration(training.backward_ns)}"
-    )
-    wall = report.before.wall
-    return (
-        f"A training step takes {units.duration(wall.median_ns)} ({shared_rows.clock_word(wall)}): {kernels}."
-        if wall
-        else f"{kernels[:1].upper()}{kernels[1:]}."
-    )
 
 
 def _compared_with(report: Report) -> tuple[str, str]:
@@ -104,13 +93,13 @@ def _compared_with(report: Report) -> tuple[str, str]:
         return "warn", f"Could not tell: this machine is too busy. {why_busy(report.too_busy)}"
     if baseline_rows.is_unchanged(report):
         return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
-    against_eager = _kept_by_itself(report, _against("eager", "", what, before, after))
+    against_eager = _kept_by_itself(report, _against(report, "eager", "", what, before, after))
     if report.baseline == "eager":
         return against_eager
     compiled = baseline_rows.best_compile(report)
     if compiled is None or what == "device time":
         return against_eager[0], f"{against_eager[1]} There is no time of torch.compile to compare with."
-    against_compile = _against("torch.compile", f" ({compiled[0]})", what, compiled[1], after)
+    against_compile = _against(report, "torch.compile", f" ({compiled[0]})", what, compiled[1], after)
     if report.baseline == "compile":
         return against_compile
     tones = {against_eager[0], against_compile[0]}
@@ -150,7 +139,7 @@ def why_busy(found: TooBusy) -> str:
     )
 
 
-def _against(rival: str, mode: str, what: str, before: Timing, after: Timing) -> tuple[str, str]:
+def _against(report: Report, rival: str, mode: str, what: str, before: Timing, after: Timing) -> tuple[str, str]:
     tone, words = first_screen.compared(before, after, f"{rival}{mode}")
-    times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
+    times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per {training.step_word(report)} ({what})"
     return tone, f"{words[0].upper()}{words[1:]}: {times}."

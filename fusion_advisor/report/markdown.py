@@ -18,6 +18,7 @@ from fusion_advisor.report import background_rows, baseline_rows, first_screen, 
 from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.shapes.view import sizes_view
+from fusion_advisor.report.training import rows as training
 
 LIMIT = 60_000
 MAX_ROWS = 10
@@ -107,7 +108,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             report=report,
             headline=headline(report),
             generation=shared_rows.step_lines(report),
-            modules=shared_rows.module_rows(report, MAX_ROWS),
+            modules=training.module_rows(report, MAX_ROWS),
             caveats=shared_rows.caveats(report),
             context=shared_rows.context_line(report),
             device=shared_rows.device_word(report),

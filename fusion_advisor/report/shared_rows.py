@@ -25,6 +25,7 @@ from fusion_advisor.records import (
 )
 from fusion_advisor.report import baseline_rows
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.report.training import rows as training
 from fusion_advisor.timing.host_timer import CPU_TIME
 from fusion_advisor.timing.paired import compare_rounds
 
@@ -183,30 +184,7 @@ def generation_lines(report: Report) -> tuple[str, ...]:
 
 def step_lines(report: Report) -> tuple[str, ...]:
     """Sentences about a step that is more than one forward pass."""
-    if report.training is None:
-        return generation_lines(report)
-    return (
-        f"Training step: forward, loss ({report.training.loss}) and backward in train() mode, without an optimizer.",
-        "Fusions are for inference: no chain was looked for.",
-    )
-
-
-def module_rows(report: Report, limit: int) -> tuple[tuple[str, str, str, str, str, str], ...]:
-    """Modules of a training step, largest first: (path, modules, launches, forward, backward, share); empty for other phases."""
-    if report.training is None:
-        return ()
-    whole = max(report.training.forward_ns + report.training.backward_ns, 1)
-    return tuple(
-        (
-            row.path or "outside every submodule",
-            str(row.modules),
-            units.number(row.launches),
-            units.duration(row.forward_ns),
-            units.duration(row.backward_ns),
-            units.share((row.forward_ns + row.backward_ns) / whole),
-        )
-        for row in report.training.modules[:limit]
-    )
+    return training.lines(report) or generation_lines(report)
 
 
 def launch_line(report: Report) -> str:

@@ -15,6 +15,7 @@ from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, StepProf
 from fusion_advisor.report import baseline_rows, kernel_rows, shared_rows
 from fusion_advisor.report.escape import visible
 from fusion_advisor.report.shapes import rows as size_rows
+from fusion_advisor.report.training import rows as training
 
 Cell = str | int | float | bool | None
 """None: not measured, or it does not apply."""
@@ -46,7 +47,7 @@ def table(report: Report, name: str) -> Table:
 
 def result_name(report: Report) -> str:
     """The table that the terminal prints for this report: what was tried, or for a profile what was found."""
-    if report.training is not None:
+    if training.is_profile(report):
         return "modules"
     return "rewrites" if report.fusions or report.rewrites else "chains"
 
@@ -74,17 +75,9 @@ def _rewrites(report: Report) -> Table:
     columns = (
         *("id", "kind", "name", "chain", "status", "reason", "sites_found", "sites_replaced"),
         *("launches_before", "launches_after", "step_delta_ns", "step_delta_low_ns", "step_delta_high_ns"),
-        *(
-            "predicted_saving_ns",
-            "predicted_low_ns",
-            "predicted_high_ns",
-            "site_before_ns",
-            "site_after_ns",
-            "fused_rel_l2",
-            "eager_rel_l2",
-            "fused_max_abs",
-        ),
-        *("eager_max_abs", "elements", "is_passed", "held_bytes"),
+        *("predicted_saving_ns", "predicted_low_ns", "predicted_high_ns", "site_before_ns", "site_after_ns"),
+        *("fused_rel_l2", "eager_rel_l2", "fused_max_abs", "eager_max_abs", "elements", "is_passed", "held_bytes"),
+        "training_pass",
     )
     return Table(columns, (*map(_graph_rewrite, report.rewrites), *map(_fusion, report.fusions)))
 
@@ -102,7 +95,7 @@ def _fusion(row: Fusion) -> tuple[Cell, ...]:
         *(did.launches_before, did.launches_after, row.step_delta_ns, low, high),
         *(baseline_rows.predicted_ns(row), row.predicted_low_ns, row.predicted_high_ns),
         *(_median(row.chain_before), _median(row.chain_after)),
-        *(*errors, None),
+        *(*errors, None, row.training_pass or None),
     )
 
 
@@ -112,14 +105,14 @@ def _graph_rewrite(row: GraphRewrite) -> tuple[Cell, ...]:
         *(row.id, "graph rewrite", row.name, None, row.status.value, row.reason, row.sites, None),
         *(None, None, row.step_delta_ns, low, high),
         *(row.predicted_saving_ns, row.predicted_low_ns, row.predicted_high_ns, None, None),
-        *(*((None,) * 6), row.held_bytes),
+        *(*((None,) * 6), row.held_bytes, row.training_pass or None),
     )
 
 
 def _chains(report: Report) -> Table:
     columns = (
         *("id", "ops", "sites", "launches", "device_ns", "share", "moved_bytes", "floor_bytes", "floor_ns", "saving_bound_ns"),
-        *("is_reduction", "dtype", "shape", "kernel", "is_library", "code", "reason"),
+        *("is_reduction", "dtype", "shape", "kernel", "is_library", "code", "reason", "training_pass"),
     )
     replies, rows = shared_rows.answers(report), []
     for chain in report.chains:
@@ -132,7 +125,7 @@ def _chains(report: Report) -> Table:
         figures = (chain.device_ns, chain.share, chain.moved_bytes, chain.floor_bytes, chain.floor_ns, chain.saving_bound_ns)
         shape = " × ".join(map(str, chain.shape))
         begin = (chain.id, " → ".join(chain.ops), len(chain.sites), chain.launches)
-        rows.append((*begin, *figures, chain.is_reduction, chain.dtype, shape, *reply))
+        rows.append((*begin, *figures, chain.is_reduction, chain.dtype, shape, *reply, chain.training_pass or None))
     return Table(columns, tuple(rows))
 
 

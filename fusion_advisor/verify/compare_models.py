@@ -126,6 +126,7 @@ def check_model(
         nonfinite_mismatches=mismatches,
         limit=_limit(worst, oracle_name, tolerance),
         is_passed=_are_within(outputs, oracle_name, tolerance) and mismatches == 0,
+        worst=worst.name,
     )
 
 

@@ -70,8 +70,16 @@ def load_workload(request: WorkloadRequest) -> LoadedWorkload:
         raise
 
 
-def describe_live(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> LoadedWorkload:
+def describe_live(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, phase: str = "forward"
+) -> LoadedWorkload:
     """Describe a model that the caller made, as it is: nothing is moved, cast or switched to eval mode.
+
+    Args:
+        model: the module.
+        args: of one call.
+        kwargs: of the same call.
+        phase: ``forward`` or ``train``.
 
     Raises:
         TypeError: it is no module.
@@ -85,6 +93,7 @@ def describe_live(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
         model_id=_name_of(model),
         device=str(device) if device.type in ("cpu", "cuda") else "auto",
         batch=_batch_of(metas),
+        phase=phase,
     )
     notes = ("the model is in training mode: dropout is part of what is measured",) if model.training else ()
     record = _record(request, model, metas, device=device, seq_len=_seq_len_of(metas), weights="user")

@@ -32,7 +32,7 @@ class WorkloadRequest:
         phase: ``forward``: one pass, all logits. ``prefill``: one pass over the prompt, logits of the last token only. Neither
             fills a cache: the cost of writing it is left out. ``decode``: one token on top of a static cache that holds
             ``context`` tokens. ``generate``: a prompt of ``seq_len`` tokens and ``new_tokens`` more through ``model.generate``.
-            ``train``: forward, loss and backward in ``train()`` mode, to be profiled only.
+            ``train``: forward, loss and backward in ``train()`` mode.
         context: Tokens that the cache holds before a ``decode`` step; None takes 512, or what the model has room for.
         new_tokens: Tokens that ``generate`` makes; None takes 32.
         layers: Keep only that many layers, for a quick look.

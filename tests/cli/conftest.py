@@ -13,7 +13,7 @@ from fusion_advisor.cli.common import core
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Report
 from fusion_advisor.records.serialize import load_record
-from tests.report.fixtures import applied, profiled, timing, training
+from tests.report.fixtures import applied, profiled, timing, trained, training
 
 CLEARED = (
     "NO_COLOR FORCE_COLOR TTY_COMPATIBLE COLUMNS TERM CI GITHUB_ACTIONS GITHUB_STEP_SUMMARY "
@@ -107,7 +107,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
         )
 
     def apply_workload(
-        loaded: object, options: ApplyOptions, progress: core.Progress, on_report: Callable[[Report], None]
+        loaded: SimpleNamespace, options: ApplyOptions, progress: core.Progress, on_report: Callable[[Report], None]
     ) -> object:
         on_report(replace(finish(applied(), options), status="interrupted"))
         work(options, progress)
@@ -115,7 +115,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
         def revert() -> None:
             state.reverted += 1
 
-        report = finish(applied(), options)
+        report = finish(trained() if loaded.record.phase == "train" else applied(), options)
         return SimpleNamespace(report=report, capture=captured(report), parts=(), revert=revert)
 
     monkeypatch.setattr(core, "make_request", FakeRequest)

@@ -462,6 +462,24 @@ def training() -> Report:
     )
 
 
+def trained() -> Report:
+    """A training step whose passes were both rewritten: chains and rewrites name the pass that they belong to."""
+    base = applied()
+    passes = {chain.id: ("forward", "backward")[number % 2] for number, chain in enumerate(base.chains)}
+    assert base.model_check is not None
+    names = ("loss", "gradient of transformer.h.3.ln_1.weight", "gradient of transformer.wte.weight")
+    check = replace(base.model_check, oracle="float64", outputs=names, worst=names[1], argmax_agreement=None)
+    return replace(
+        base,
+        workload=replace(base.workload, phase="train"),
+        chains=tuple(replace(chain, training_pass=passes[chain.id]) for chain in base.chains),
+        fusions=tuple(replace(fusion, training_pass=passes[fusion.chain_id]) for fusion in base.fusions),
+        rewrites=tuple(replace(row, id=f"{row.id}-backward", training_pass="backward") for row in base.rewrites),
+        training=training().training,
+        model_check=check,
+    )
+
+
 def on_cpu() -> Report:
     """A quick look on a CPU: layers cut, a graph break, nothing kept."""
     base = applied()
@@ -701,6 +719,7 @@ ALL = {
     "beaten": beaten,
     "on_cpu": on_cpu,
     "training": training,
+    "trained": trained,
     "empty": empty,
     "hostile": hostile,
     "failed_numbers": failed_numbers,

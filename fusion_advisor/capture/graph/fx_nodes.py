@@ -86,8 +86,11 @@ def is_in_autocast(node: Node) -> bool:
 
 
 def module_path(node: Node) -> str:
-    """Return the path of the module an op belongs to (``h.0.mlp.act``), empty at the top level."""
-    stack = node.meta.get("nn_module_stack")
+    """Return the path of the module an op belongs to (``h.0.mlp.act``), empty at the top level.
+
+    An op of a backward pass belongs to the module of the forward op that it differentiates.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
     path = _MODEL.sub("", str(next(reversed(stack.values()))[0]))

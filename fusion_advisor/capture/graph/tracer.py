@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -64,6 +64,7 @@ class Region:
         example_args: the tensors of the first call.
         route: what runs in its place when the captured call is made again; None for a graph that no dynamo call leads to.
         code: of every function that dynamo looked through for it.
+        training_pass: ``forward`` or ``backward`` of a training step; empty in any other.
     """
 
     index: int
@@ -74,6 +75,7 @@ class Region:
     example_args: tuple[Any, ...] = ()
     route: Route | None = None
     code: tuple[CodeType, ...] = ()
+    training_pass: str = ""
 
 
 @dataclass(slots=True)
@@ -157,7 +159,7 @@ def capture_regions(
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise CannotCapture(model_id=model_id, detail="it is TorchScript, which dynamo does not look into")
-    _refuse_own_ops(model, args, kwargs, model_id)
+    refuse_own_ops(model, args, kwargs, model_id)
     original = module_call.original_call(model)
     with torch.no_grad():
         written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
@@ -240,20 +242,35 @@ def _run_under_dynamo(
     lines = contextlib.nullcontext() if collector.with_lines else dynamo.without_source_lines()
     try:
         with (
-            torch.no_grad(), dynamo.raise_recompile_limit(64), dynamo.no_collection(), collector_paused(),
-            dispatcher.linear_in_one_step(), lines,
+            refusals_told(model_id), torch.no_grad(), dynamo.raise_recompile_limit(64), dynamo.no_collection(),
+            collector_paused(), dispatcher.linear_in_one_step(), lines,
         ):  # fmt: skip
             return in_one_piece(lambda: compiled.call(*args, **kwargs))
-    except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
-        raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
-    except torch._dynamo.exc.TorchDynamoException as error:
-        raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
     finally:
         collector.forget_traces()
 
 
-def _refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
-    """Leave what sees each op by itself to the model's own ops."""
+@contextlib.contextmanager
+def refusals_told(model_id: str) -> Iterator[None]:
+    """Turn what dynamo and its backend raise into the error of ours that names the model.
+
+    Raises:
+        CannotCapture: with dynamo's own sentence.
+    """
+    try:
+        yield
+    except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
+        raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
+
+
+def refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
+    """Leave what sees each op by itself to the model's own ops.
+
+    Raises:
+        CannotCapture: a mode or a tensor class does.
+    """
     if dispatcher.is_mode_active():
         detail = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
         raise CannotCapture(model_id=model_id, detail=detail)

@@ -127,9 +127,18 @@ def plan_capture(path: Path, options: ProfileOptions) -> PlanPreview:
 
 
 def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
-    """Profile, then render, build, check, time and keep or drop every rewrite; ``on_report`` gets the report after each."""
-    applied: AppliedRun = import_module("fusion_advisor.fuse.pipeline").apply_workload(loaded, options, progress, on_report)
+    """Profile, then render, build, check, time and keep or drop every rewrite; ``on_report`` gets the report so far.
+
+    Both steps of ``generate`` are applied to, and the prefill's report is among the run's ``parts``. Of a training step forward
+    and backward are.
+    """
+    place, name = _APPLY.get(loaded.record.phase, ("pipeline", "apply_workload"))
+    applied: AppliedRun = getattr(import_module(f"fusion_advisor.fuse.{place}"), name)(loaded, options, progress, on_report)
     return applied
+
+
+_APPLY = {"generate": ("modes.generate", "apply_generate"), "train": ("modes.apply_training", "apply_training")}
+"""Module and function of phases that are not applied to as one forward pass."""
 
 
 def profile_generate(
@@ -144,12 +153,6 @@ def profile_training(loaded: Loaded, options: ProfileOptions, progress: Progress
     """Time and trace forward and backward."""
     report, capture = import_module("fusion_advisor.fuse.modes.training").profile_training(loaded, options, progress)
     return report, capture
-
-
-def apply_generate(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
-    """As ``apply_workload``, for both steps of ``generate``; the prefill's report is among the run's ``parts``."""
-    applied: AppliedRun = import_module("fusion_advisor.fuse.modes.generate").apply_generate(loaded, options, progress, on_report)
-    return applied
 
 
 def read_patterns(kernel_dirs: Sequence[Path]) -> None:

@@ -93,13 +93,8 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "it), else the mean of its floating-point outputs. Here none depends on a parameter that requires gradients, or the "
         "model raised in train() mode, or autograd refused an op.",
     ),
-    "FA312": (
-        "What apply installs replaces the forward ops of a chain; autograd finds no ops to differentiate. `profile "
-        "--phase train` shows where a training step spends its time. As a backend of torch.compile fusion-advisor rewrites "
-        "forward and backward graphs.",
-    ),
     "FA313": (
-        "The fused kernels are for inference: dropout and gradients are left to the model's own ops, so "
+        'Without phase="train" the fused kernels are for inference: dropout and gradients are left to the model\'s own ops, so '
         "the built kernels would never run. The model itself, or a dropout inside it, is in train() mode.",
     ),
     "FA314": (

@@ -129,7 +129,9 @@ InputOpt = Annotated[
         "--input", metavar="FILE.py:FN", help="A function of yours that returns the inputs of a step.", rich_help_panel=_INPUT
     ),
 ]
-PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="Kind of step; train only for profile.", rich_help_panel=_INPUT)]
+PhaseOpt = Annotated[
+    Phase | None, typer.Option("--phase", help="Kind of step; train is forward, loss and backward.", rich_help_panel=_INPUT)
+]
 ContextOpt = Annotated[
     int | None, typer.Option("--context", metavar="N", min=1, help="Tokens in the cache (decode).", rich_help_panel=_INPUT)
 ]

@@ -84,13 +84,6 @@ def _sizes_text(options: Any) -> dict[str, str]:
     return {"shapes": options.shapes.text, "shape_points": options.shapes.points_text(options.shape_points)}
 
 
-def forward_command(command: str) -> str:
-    """Return the ``apply`` of the same model's forward pass, for the ``profile`` of a training step."""
-    words = shlex.split(command)
-    at = words.index("--phase")
-    return shlex.join(["fusion-advisor", "apply", *words[2:at], *words[at + 2 :]])
-
-
 def refuse_taken(directory: Path, *, force: bool) -> None:
     """Refuse a directory that holds a run, before a model is loaded for minutes.
 

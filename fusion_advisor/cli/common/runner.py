@@ -16,9 +16,10 @@ import typer
 from fusion_advisor.cli.common import core, gates, run_dir
 from fusion_advisor.cli.common.console import Settings, open_page, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
-from fusion_advisor.errors import CompileFailed, FusionIsForInference, MachineTooBusy, NothingReplaced, NumericsFailed
+from fusion_advisor.errors import CompileFailed, MachineTooBusy, NothingReplaced, NumericsFailed
 from fusion_advisor.files.safe_name import path_inside
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
+from fusion_advisor.fuse.plan.training_options import check_training_options
 from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
 from fusion_advisor.records.serialize import dump_report, read_report, write_atomic, write_capture
 from fusion_advisor.report.compare import gate_rules
@@ -93,18 +94,17 @@ def run_apply(
     """Apply the rewrites that pay, show their gains, and end with an error if a gate fails.
 
     Raises:
-        FusionIsForInference: the workload is a training step.
+        UsageError: the workload is a training step, and an option cannot serve one.
     """
     if request.phase == "train":
-        raise FusionIsForInference
+        check_training_options(options)
 
     def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress) -> Report:
         def save(report: Report) -> None:
             if full.run_dir is not None:
                 write_atomic(full.run_dir / "report.json", dump_report(report))
 
-        apply = core.apply_generate if loaded.record.phase == "generate" else core.apply_workload
-        applied = apply(loaded, full, progress, save)
+        applied = core.apply_workload(loaded, full, progress, save)
         try:
             if full.run_dir is not None:
                 write_capture(applied.capture, full.run_dir / "capture.json.gz")
@@ -268,13 +268,7 @@ def _show(settings: Settings, report: Report, directory: Path, output: Output, h
 
 
 def _after_profile(report: Report, run: str) -> str:
-    """Return the command that goes on from a profile: apply what has a kernel, or learn why nothing has.
-
-    Nothing can be applied to a training step, so its next command applies the same model's forward pass.
-    """
-    if report.training is not None:
-        forward = run_dir.forward_command(report.command)
-        return f"{forward}   (for inference; to speed up training, try torch.compile: fusion-advisor explain FA312)"
+    """Return the command that goes on from a profile: apply what has a kernel, or learn why nothing has."""
     reasons = [answer.code for answer in report.answers if isinstance(answer, NoMatch)]
     if reasons and len(reasons) == len(report.answers):
         return f"fusion-advisor explain {reasons[0]}"

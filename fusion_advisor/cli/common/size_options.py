@@ -16,7 +16,7 @@ _HELP = "write --shapes 'batch=1..16,seq=1..4096'"
 _REFUSED = {
     "decode": "that step holds a cache of fixed size; `cached=1..4096` in --shapes serves one that grows",
     "generate": "its steps hold a cache of fixed size; `cached=1..4096` in --shapes serves one that grows",
-    "train": "a training step holds labels and a backward pass, and fused kernels compute no gradients",
+    "train": "a training step is verified for the sizes of its example",
 }
 """Phases whose calls cannot be resized, with the reason."""
 

@@ -96,13 +96,14 @@ def _ranked(frame: pandas.DataFrame, by: list[str]) -> list[tuple[Any, ...]]:
     return [(*row[: len(by)], int(row[-2]), int(row[-1])) for row in sums.itertuples(index=False, name=None)]
 
 
-class _FusedRunner(torch.fx.Interpreter):
+class FusedRunner(torch.fx.Interpreter):
     """Runs a rewritten region op by op on a CPU, where a fused kernel is no ATen op and would leave no event.
 
     Each op lies in a range of the module that it comes from, for modules are not called here.
     """
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        """Run one node in its ranges."""
         if n.op != "call_function":
             return super().run_node(n)
         names = [f"{MODULE_RANGE}{profiler.plain_name(path)}" for path in (module_path(n),) if path]
@@ -120,7 +121,7 @@ def _op_by_op(regions: Sequence[Region], modules: Sequence[torch.fx.GraphModule]
     routes = [region.route for region in regions if region.route is not None]
     before = [route.forward for route in routes]
     for route, module in zip(routes, modules, strict=True):
-        route.forward = _FusedRunner(module).run
+        route.forward = FusedRunner(module).run
     try:
         yield
     finally:

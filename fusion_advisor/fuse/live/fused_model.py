@@ -10,32 +10,29 @@ Several calls may be verified: one plan per signature, each added by :meth:`Fuse
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
-from fusion_advisor.errors import AdvisorError, CannotCopy, HalfWritten
+from fusion_advisor.errors import AdvisorError, HalfWritten
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
 from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, sharing, signature
-from fusion_advisor.fuse.live.counters import Fallbacks, LaunchCounter
 from fusion_advisor.fuse.live.graph_table import GraphTable
 from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
 from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, specialise
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.serve import ShapeTable, VerifiedCall
-from fusion_advisor.records import Report
-from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo, module_call
+from fusion_advisor.fuse.slot.in_place import InPlace
+from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo
 
 
-class FusedModel:
+class FusedModel(InPlace):
     """A live model with fusions in place.
 
     Call it like the model (or call the model itself: it is the same object). ``revert()`` puts the original call back exactly,
@@ -68,15 +65,11 @@ class FusedModel:
             on_first_use: specialize up to so many unseen signatures by itself, each when it is first called.
             live: the capture that the regions are of: what dynamo compiled for it is used again, in place of a second trace.
         """
-        self.model = model
-        self.report: Report | None = None
-        self.graphs = graphs
+        super().__init__(model, graphs)
         self.specialised: list[Specialised] = []
         """What :meth:`specialize` built, with the seconds it took."""
-        self._fallbacks = Fallbacks()
         self._plan = plan
         self._on_first_use = on_first_use
-        self._launches = LaunchCounter(graphs)
         self._rewritten = GraphTable(graphs, self._fallbacks)
         self._verified: dict[Any, VerifiedCall] = {}
         """By signature."""
@@ -86,15 +79,12 @@ class FusedModel:
         """Ranges of sizes that are served: one table for each way to call the model."""
         self._objects: dict[int, Seen] = {}
         self._guard = ModuleGuard(model)
-        self._original = module_call.original_call(model)
         captured = self._captured = None if live is None else live.compiled
         if captured is None or captured.later is not None:
             self._compiled = dynamo.compiled_call(model, self._rewritten.backend)
         else:
             self._compiled, captured.later = captured.call, self._rewritten.backend
             self._rewritten.redirect(regions, modules)
-        self._before: Callable[..., Any] | None = None
-        self.is_applied = False
         self._is_broken = False
         self._add(regions, modules, args, kwargs)
 
@@ -113,27 +103,7 @@ class FusedModel:
         if self._captured is not None:
             self._captured.later = None
 
-    @property
-    def fallbacks(self) -> dict[str, int]:
-        """Why calls ran the original ops, and how often."""
-        return self._fallbacks.counts
-
-    def _repr_html_(self) -> str | None:
-        """What Jupyter shows: the report's own view, and how things stand now; None leaves it to ``repr``."""
-        show = getattr(self.report, "_repr_html_", None)
-        if show is None:
-            return None
-        lines = ["What was kept is in place." if self.is_applied else "Nothing is in place: the model runs its own ops."]
-        lines += [] if self.graphs is None or not self.graphs.recordings else [self.graphs.summary]
-        lines += [f"{count} of its calls ran the original ops: {reason}." for reason, count in self.fallbacks.items()]
-        shown: str = show(*lines)
-        return shown
-
     # ------------------------------------------------------------------ the call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
-        return self.model(*args, **kwargs)
 
     @property
     def exact_call(self) -> Callable[..., Any]:
@@ -231,17 +201,6 @@ class FusedModel:
             return "its inputs share memory in another way than those that were verified, and the model writes to them"
         return None
 
-    # ------------------------------------------------------------------ launches
-
-    @property
-    def launches(self) -> int:
-        """Generated kernels launched since :meth:`apply` put this model in place, those that CUDA graphs replay among them.
-
-        Each fused call counts as one, in any backend; ATen's and cuBLAS's kernels do not count. A replay that was launched ahead
-        of dynamo's guards and thrown away counts: its kernels ran.
-        """
-        return self._launches.count
-
     # ------------------------------------------------------------------ other shapes
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,66 +281,9 @@ class FusedModel:
             return False  # a cache that grows is another call at every step
         return len(self.specialised) < self._on_first_use
 
-    # ------------------------------------------------------------------ applying and reverting
-
-    def apply(self) -> FusedModel:
-        """Put the fusions in place and revert those of another fused model of the module; does nothing the second time."""
-        if not self.is_applied:
-            take_out(self.model)
-            # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this
-            # call and run the model's own ops: it must stop here instead.
-            stop = torch.compiler.disable(self.dispatch, reason="fusion-advisor runs its own graphs here")
-            self._before = module_call.set_compiled_call(self.model, stop)
-            self.is_applied = True
-            self._launches.restart()
-        return self
-
-    def revert(self) -> torch.nn.Module:
-        """Take the fusions out again and return the model, which then is as it was before."""
-        if self.is_applied:
-            module_call.set_compiled_call(self.model, self._before)
-            self.is_applied = False
-            self._rewritten.forget_real_tensors()
-            if self.graphs is not None:
-                self.graphs.forget()
-        return self.model
-
-    def __enter__(self) -> FusedModel:
-        return self.apply()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.revert()
-
-    # ------------------------------------------------------------------ copies
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse what ``copy`` and ``pickle`` ask for. The model itself can be copied and pickled: torch leaves the call out.
-
-        Raises:
-            CannotCopy: always.
-        """
-        raise CannotCopy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse, lest a ``__deepcopy__`` of the model's own answers.
-
-        Raises:
-            CannotCopy: always.
-        """
-        raise CannotCopy
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "model":
-            raise AttributeError(name)
-        return getattr(self.model, name)
-
-
-def take_out(model: torch.nn.Module) -> None:
-    """Revert what an earlier ``apply`` put into a model: two of them, reverted in the wrong order, would leave one in it."""
-    call = module_call.compiled_call_of(model)
-    earlier = None if call is None else getattr(inspect.unwrap(call), "__self__", None)
-    if isinstance(earlier, FusedModel):
-        earlier.revert()
+    def forget(self) -> None:
+        """Drop what dynamo's traces keep of the tensors that were traced."""
+        self._rewritten.forget_real_tensors()
 
 
 class _Refused(Exception):

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
-from fusion_advisor.fuse.live.counters import Fallbacks
+from fusion_advisor.fuse.slot.counters import Fallbacks
 from fusion_advisor.runtime.torch_internals import dynamo, fake_mode
 
 

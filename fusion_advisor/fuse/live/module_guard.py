@@ -15,10 +15,15 @@ _HOOK = "a hook was added or removed after the model was verified"
 
 
 class ModuleGuard:
-    """A module as it was when its graphs were verified."""
+    """A module as it was when its graphs were verified.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    Args:
+        model: the module.
+        is_trained: whether what was verified is a training step, in which dropouts drop.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, is_trained: bool = False) -> None:
+        self._model, self._is_trained = model, is_trained
         self._hooks = [(table, len(table)) for table in module_call.hook_tables(model) if table]
         self._code: set[CodeType] = set()
         self._watched: list[WatchedCode] = []
@@ -29,7 +34,7 @@ class ModuleGuard:
         parts = [module._modules for module in self._model.modules()]
         self._parts, self._no_parts = [part for part in parts if part], [part for part in parts if not part]
         self._parts_then: list[dict[str, torch.nn.Module | None]] = [dict(parts) for parts in self._parts]
-        self._live_dropouts = _dropouts(self._model)
+        self._live_dropouts = [] if self._is_trained else _dropouts(self._model)
         known = {id(table) for table, _ in self._hooks}
         self._no_hooks = [table for table in module_call.hook_tables(self._model) if id(table) not in known]
 

@@ -57,6 +57,9 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
 
 def _load(folder: Path) -> SavedPlan:
     capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
+    if report.training is not None:
+        detail = 'it is of a training step, which is rewritten in the process that trains: fa.apply(model, inputs, phase="train")'
+        raise UnreadableReport(name=folder / "report.json", detail=detail)
     try:
         check_plan(capture, report)
     except Unsound as error:

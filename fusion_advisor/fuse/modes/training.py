@@ -1,4 +1,4 @@
-"""``--phase train``: a training step timed and traced; nothing is fused, for the kernels here have no backward pass."""
+"""``profile --phase train``: a training step timed and traced; nothing is fused."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from fusion_advisor.fuse.pipeline import measurement_of, on_device
 from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite import device_memory
-from fusion_advisor.records import Capture, DataQuality, Report, Timing, Training
+from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, Report, Timing, Training
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
+from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.timing.host_timer import WallTimer
 from fusion_advisor.workload.device import is_out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.weights import seeded
 
-_NOTES = (
+NOTES = (
     "A step is the forward pass in train() mode, the loss and the backward pass, without the optimizer. Each step makes new "
     "gradients.",
     "Shares come from a traced run, every wall time from runs without a profiler.",
@@ -50,25 +51,15 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
             environment = describe_environment(loaded.record.device)
             bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
         with clock.phase("profile"), seeded(loaded.request.seed, torch.device(loaded.record.device)), in_training(loaded.model):
-            measured = _measure(loaded, options, progress, on_cuda=environment.device_kind == "cuda")
-    quality = _quality(measured)
-    for text in quality.warnings:
+            measured = measure_training(loaded, options, progress, on_cuda=environment.device_kind == "cuda")
+    for text in quality_of(measured).warnings:
         progress.warn(text)
-    capture = Capture(
-        workload=loaded.record,
-        environment=environment,
-        ops=(),
-        launches=(),
-        eager_launches=measured.traced.launches,
-        eager_step=measured.wall,
-        bandwidth=bandwidth,
-        quality=quality,
-    )
-    return _report(capture, measured, options, clock), capture
+    capture = capture_of(loaded, environment, bandwidth, measured)
+    return first_report(capture, measured, options, clock), capture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
+class Measured:
     """What a training step showed.
 
     Attributes:
@@ -84,9 +75,21 @@ class _Measured:
     peak_bytes: int
 
 
-def _measure(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, *, on_cuda: bool) -> _Measured:
-    """Time and trace the training step."""
-    call = TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
+def measure_training(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, *, on_cuda: bool) -> Measured:
+    """Time and trace the training step of a model in ``train()`` mode.
+
+    Args:
+        loaded: the model and its inputs.
+        options: how to measure.
+        progress: is given the results.
+        on_cuda: whether the model is on a GPU.
+
+    Raises:
+        NotTrainable: no output depends on a parameter, or the step raises.
+        ProfilerAttached: nsys or ncu watches; the step was timed for it.
+    """
+    own = module_call.original_call(loaded.model)
+    call = TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id, call=own)
     _first(call, loaded)
     step = UnchangedStep(title="training step", call=call, model=loaded.model, on_cuda=on_cuda)
     how = measurement_of(options)
@@ -99,10 +102,11 @@ def _measure(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress
     loaded.model.zero_grad(set_to_none=True)  # each step makes its own: they are part of what it needs
     needed = device_memory.needed_bytes(loaded.model, loaded.args, loaded.kwargs)
     peak = needed + device_memory.transient_bytes(call, on_cuda=on_cuda) if on_cuda else 0
-    return _Measured(wall=timed.timing, traced=traced, training=training, peak_bytes=peak)
+    return Measured(wall=timed.timing, traced=traced, training=training, peak_bytes=peak)
 
 
-def _quality(measured: _Measured) -> DataQuality:
+def quality_of(measured: Measured) -> DataQuality:
+    """Return what a training step's trace holds and lacks."""
     traced = measured.traced
     named = sum(row.forward_ns + row.backward_ns for row in measured.training.modules if row.path)
     warning = f"the trace has {len(traced.launches)} kernels for {traced.calls} launches: the profiler dropped some"
@@ -117,7 +121,8 @@ def _quality(measured: _Measured) -> DataQuality:
     )
 
 
-def _report(capture: Capture, measured: _Measured, options: ProfileOptions, clock: PhaseClock) -> Report:
+def first_report(capture: Capture, measured: Measured, options: ProfileOptions, clock: PhaseClock) -> Report:
+    """Return the report of a step of which nothing was rewritten."""
     before = step_profile.step_profile("eager", measured.traced.launches, wall=measured.wall)
     return Report(
         run_id=options.run_id,
@@ -135,7 +140,21 @@ def _report(capture: Capture, measured: _Measured, options: ProfileOptions, cloc
         answers=(),
         training=measured.training,
         durations_s=tuple(clock.durations_s),
-        notes=_NOTES,
+        notes=NOTES,
+    )
+
+
+def capture_of(loaded: LoadedWorkload, environment: Environment, bandwidth: Bandwidth, measured: Measured) -> Capture:
+    """Return the record of a training step: its kernels, and no ops, for the ops of a backward pass are autograd's own."""
+    return Capture(
+        workload=loaded.record,
+        environment=environment,
+        ops=(),
+        launches=(),
+        eager_launches=measured.traced.launches,
+        eager_step=measured.wall,
+        bandwidth=bandwidth,
+        quality=quality_of(measured),
     )
 
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.fuse.live.model_check import Wide
-from fusion_advisor.records import ModelCheck, OpClass
+from fusion_advisor.records import GRADIENT, ModelCheck, OpClass
 from fusion_advisor.verify.accuracy import error_of, unit_of
 from fusion_advisor.verify.compare_models import check_model
 from fusion_advisor.verify.subgraph_oracle import to_float64
@@ -104,7 +104,7 @@ class TrainingStep:
                     allow_unused=True, retain_graph=left > 0,
                 )  # fmt: skip
         named = [
-            (f"gradient of {self.names[n]}", gradient)
+            (f"{GRADIENT}{self.names[n]}", gradient)
             for (n, _), gradient in zip(asked, gradients, strict=True)
             if gradient is not None
         ]

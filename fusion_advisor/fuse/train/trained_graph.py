@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,24 @@ class Half(Protocol):
         """Run it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a graph that trains.
+
+    Attributes:
+        reason: why it runs its own ops; empty where both passes run as they were rewritten.
+        check: of its outputs and gradients; None where nothing was rewritten or the check could not be made.
+    """
+
+    reason: str = ""
+    check: ModelCheck | None = None
+
+
+NOTHING = "nothing was rewritten in either pass"
+NOT_FASTER = "forward and backward together are not measurably faster with what was rewritten in both passes"
+_NO_MEMORY = "no memory is left for a second step to compare with"
+
+
 class TrainedGraph:
     """Judges a graph with both passes rewritten at its first call, then stands for what is faster.
 
@@ -63,11 +82,16 @@ class TrainedGraph:
         traced: the same in ATen ops that autograd differentiates; None where it cannot be traced so (under a checkpoint).
         names: of its inputs.
         options: of the run.
-        half: makes a pass's call from its graph.
+        half: makes a pass's call from its graph and its name, ``forward`` or ``backward``.
         unfused: warns with a reason and returns the call of the graph's own ops.
         timer: of steps; None: the one of the device.
         check: compares outputs and gradients.
+
+    Attributes:
+        outcome: known after the first call.
     """
+
+    outcome: Outcome | None = None
 
     def __init__(
         self,
@@ -77,47 +101,63 @@ class TrainedGraph:
         traced: GraphModule | None,
         names: Callable[[tuple[Any, ...]], Sequence[str]],
         options: ApplyOptions,
-        half: Callable[[GraphModule], Half],
+        half: Callable[[GraphModule, str], Half],
         unfused: Callable[[str], Call],
         timer: HostTimer | None = None,
         check: Callable[..., ModelCheck] = check_gradients,
     ) -> None:
         self._original, self._traced, self._names, self._options = graph_module, traced, names, options
         self._unfused, self._timer, self._check = unfused, timer, check
-        self._halves: list[Half] = []
-        self._joint = autograd_graphs.with_backward(graph_module, inputs, self._taken(half), self._taken(half))
+        self.halves: list[Half] = []
+        """Both passes, in the order in which AOTAutograd hands them over."""
+        self._joint = autograd_graphs.with_backward(
+            graph_module, inputs, self._taken(half, "forward"), self._taken(half, "backward")
+        )
         self._call: Call | None = None
 
-    def _taken(self, make: Callable[[GraphModule], Half]) -> Callable[[GraphModule], Half]:
+    def _taken(self, make: Callable[[GraphModule, str], Half], training_pass: str) -> Callable[[GraphModule], Half]:
         def taken(graph_module: GraphModule) -> Half:
-            self._halves.append(make(graph_module))
-            return self._halves[-1]
+            self.halves.append(make(graph_module, training_pass))
+            return self.halves[-1]
 
         return taken
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether both passes run as they were rewritten."""
+        return self.outcome is not None and not self.outcome.reason
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
         if self._call is None:
             numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
             try:
-                self._call = self._chosen(args)
+                self.outcome = self._judged(args)
             except torch.cuda.OutOfMemoryError:
-                self._call = self._unfused("no memory is left for a second step to compare with")
+                self.outcome = Outcome(_NO_MEMORY)
             finally:
                 numbers.restore()
+            self._call = self._chosen(self.outcome)
         return self._call(*args)
 
-    def _chosen(self, args: tuple[Any, ...]) -> Call:
-        """Optimise both passes, compare, and return what runs from now on."""
+    def _chosen(self, outcome: Outcome) -> Call:
+        """Return what runs from now on; that a graph has nothing to gain is no news."""
+        if not outcome.reason:
+            return self._joint
+        return self._original.forward if outcome.reason in (NOTHING, NOT_FASTER) else self._unfused(outcome.reason)
+
+    def _judged(self, args: tuple[Any, ...]) -> Outcome:
+        """Optimise both passes and compare."""
         original: Call = self._original.forward
         step = TrainingStep.of(original, self._names(args), args)
         self._optimise_halves(step)
-        if not any(half.is_changed for half in self._halves):
-            return original
-        # Other numbers than at the first call: a mask of that call would be right for that call alone. And a second backward pass
-        # over what is kept: one that writes to it is right once.
+        if not any(half.is_changed for half in self.halves):
+            return Outcome(NOTHING)
+        # Once with other numbers: a mask kept from the first call would be right for that call alone. And a second backward
+        # pass over what is kept: one that writes to it is right once.
+        step.run(self._joint, seed=_SEED + 1)
         ours = step.run(self._joint, seed=_SEED, backward_passes=2)
-        if any(autograd_graphs.draws_numbers(half.graph) for half in self._halves):
+        if any(autograd_graphs.draws_numbers(half.graph) for half in self.halves):
             # Eager's dropout may draw other numbers from the same seed than the one op that it is traced as.
             theirs, wide = self._run_instead(step, lambda half: half.forward), self._wide_halves
         else:
@@ -125,15 +165,16 @@ class TrainedGraph:
         try:
             found = self._check(ours, theirs, functools.partial(wide, step))
         except LostGradient as lost:
-            return self._unfused(f"the step's gradients are others than the graph's own: {lost}")
+            return Outcome(f"the step's gradients are others than the graph's own: {lost}")
         if not found.is_passed:
-            return self._unfused(
+            return Outcome(
                 f"the step's outputs and gradients are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
-                f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}"
+                f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}",
+                found,
             )
         if self._options.is_timed and self._compared(step).high_ns >= 0:
-            return original
-        return self._joint
+            return Outcome(NOT_FASTER, found)
+        return Outcome(check=found)
 
     def _optimise_halves(self, step: TrainingStep) -> None:
         """Rewrite both passes on what one step gives them.
@@ -149,16 +190,16 @@ class TrainedGraph:
 
             return run
 
-        for half in self._halves:
+        for half in self.halves:
             half.instead = noting(half)
         try:
             step.run(self._joint)
         finally:
-            for half in self._halves:
+            for half in self.halves:
                 half.instead = None
         with torch.no_grad():
             while given:
-                half, args = given.pop()
+                half, args = given.pop(0)
                 half.optimise(args)
 
     def _wide(self, step: TrainingStep) -> Rows:
@@ -171,12 +212,12 @@ class TrainedGraph:
         return self._run_instead(step, lambda graph: WideWithSameNumbers(graph).run, is_wide=True)
 
     def _run_instead(self, step: TrainingStep, instead: Callable[[GraphModule], Call], *, is_wide: bool = False) -> Rows:
-        for half in self._halves:
+        for half in self.halves:
             half.instead = instead(half.graph)
         try:
             return step.run(self._joint, is_wide=is_wide, seed=_SEED)
         finally:
-            for half in self._halves:
+            for half in self.halves:
                 half.instead = None
 
     def _compared(self, step: TrainingStep) -> Comparison:

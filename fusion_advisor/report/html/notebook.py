@@ -16,6 +16,7 @@ from fusion_advisor.report import baseline_rows, quality, shared_rows, tables
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html.page import environment
 from fusion_advisor.report.terminal import layout, result
+from fusion_advisor.report.training import rows as training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +75,7 @@ def to_html(report: Report, *notes: str) -> str:
             caveats=(*shared_rows.caveats(report), *quality.warnings(report)[:_MOST_WARNINGS]),
             notes=(*shared_rows.step_lines(report), *notes),
             comparisons=shared_rows.comparisons(report),
-            caption="Modules" if report.training else "Rewrites" if tried else "Chains",
+            caption="Modules" if training.is_profile(report) else "Rewrites" if tried else "Chains",
             columns=columns,
             rows=[[(column.cells[at], _tone(column, at)) for column in columns] for at in range(min(count, MAX_ROWS))],
             rows_left=max(0, count - MAX_ROWS),

@@ -42,6 +42,7 @@ from fusion_advisor.report.html.roofline import roofline
 from fusion_advisor.report.html.speed_chart import speed_charts
 from fusion_advisor.report.html.waterfall import waterfall
 from fusion_advisor.report.shapes.view import sizes_view
+from fusion_advisor.report.training import rows as training
 
 MAX_KERNELS = 500
 MAX_MODULES = 200
@@ -155,11 +156,12 @@ def _tables(report: Report, top_kernels: int) -> dict[str, object]:
     rows, kernels_left, kernels_left_ns = kernel_rows.kernel_rows(report, top_kernels)
     return {
         "device": shared_rows.device_word(report),
-        "modules": shared_rows.module_rows(report, MAX_MODULES),
+        "modules": training.module_rows(report, MAX_MODULES),
         "findings": shared_rows.finding_lines(report),
         "comparisons": shared_rows.comparisons(report),
         "launch_line": shared_rows.launch_line(report),
         "baselines": baseline_rows.baseline_rows(report),
+        "gradient_line": training.gradient_line(report.model_check) if report.model_check else "",
         "likeliest": quality.likeliest_line(report.model_check) if report.model_check else "",
         "has_rested": baseline_rows.has_rested(report),
         "run_lines": baseline_rows.run_lines(report),

@@ -8,13 +8,14 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fusion_advisor import units
-from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, Site, Training
+from fusion_advisor.records import Chain, Fusion, GraphRewrite, Match, Report, Site, Training
 from fusion_advisor.report import baseline_rows, clocks, first_screen, kernel_rows, quality, shared_rows, waterfall_rows
 from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline, kept_count
 from fusion_advisor.report.terminal.compare import gate_lines
 from fusion_advisor.report.terminal.layout import TONES, Column, fitted_table, is_ascii, text_line
 from fusion_advisor.report.terminal.sizes import size_lines
+from fusion_advisor.report.training import rows as training
 
 _MOST_WARNINGS = 5
 _MOST_ROWS = 15
@@ -25,7 +26,7 @@ _MOST_LINES = 200
 def profile_table(report: Report, console: Console) -> RenderableType:
     """Return the chains of a profile, the sum below them, and what limits the figures."""
     lines = [*_caveats(report, console)]
-    if report.training is not None:
+    if report.training is not None and training.is_profile(report):
         return Group(*lines, *_training(report, report.training, console), text_line(headline(report).text, console))
     table = fitted_table(_chain_columns(report), console) if report.chains else Text("")
     if report.chains:
@@ -36,7 +37,7 @@ def profile_table(report: Report, console: Console) -> RenderableType:
     return Group(*lines, *_launches(report, console), *_findings(report, console))
 
 
-def _training(report: Report, training: Training, console: Console) -> list[RenderableType]:
+def _training(report: Report, parts: Training, console: Console) -> list[RenderableType]:
     """Modules and kernels of a training step."""
     kernels, total = report.before.kernels[:_MOST_ROWS], max(report.before.device_ns, 1)
     columns = [
@@ -46,14 +47,14 @@ def _training(report: Report, training: Training, console: Console) -> list[Rend
         Column(f"{shared_rows.device_word(report)} ms", tuple(units.milliseconds(ns) for _, _, _, ns in kernels), is_right=True),
         Column("Share", tuple(units.share(ns / total) for _, _, _, ns in kernels), is_right=True),
     ]
-    left = [(len(training.modules) - _MOST_ROWS, "module"), (len(report.before.kernels) - _MOST_ROWS, "kernel")]
+    left = [(len(parts.modules) - _MOST_ROWS, "module"), (len(report.before.kernels) - _MOST_ROWS, "kernel")]
     words = ", ".join(plural(count, f"more {what}") for count, what in left if count > 0)
     more = [text_line(f"{words} in the report.", console, "dim")] if words else []
     return [fitted_table(_module_columns(report, _MOST_ROWS), console), Text(""), fitted_table(columns, console), *more, Text("")]
 
 
 def _module_columns(report: Report, limit: int) -> list[Column]:
-    rows = shared_rows.module_rows(report, limit)
+    rows = training.module_rows(report, limit)
     return [
         Column("Module", tuple(row[0] for row in rows), flex_min=16),
         Column("Modules", tuple(row[1] for row in rows), is_right=True, drop=2),
@@ -110,7 +111,7 @@ def result_table(report: Report, console: Console) -> RenderableType:
 
 def result_columns(report: Report) -> list[Column]:
     """Return that table's columns, none of them dropped, for a view that wraps by itself."""
-    if report.training is not None:
+    if report.training is not None and training.is_profile(report):
         return _module_columns(report, len(report.training.modules))
     return _fusion_columns(report) if report.fusions or report.rewrites else _chain_columns(report)
 
@@ -241,6 +242,7 @@ def _chain_columns(report: Report) -> list[Column]:
     return [
         Column("#", tuple(str(at + 1) for at in range(len(rows))), "cyan", drop=1),
         Column("Chain", tuple(" → ".join(chain.ops) for chain in rows), flex_min=16),
+        *_pass_column(report, rows),
         Column("Sites", tuple(str(len(chain.sites)) for chain in rows), is_right=True, drop=2),
         Column("Kernels", tuple(launches(at) for at in range(len(rows))), is_right=True, drop=4),
         Column(f"{device} ms", tuple(units.milliseconds(chain.device_ns) for chain in rows), is_right=True),
@@ -252,6 +254,11 @@ def _chain_columns(report: Report) -> list[Column]:
             cell_styles=tuple("cyan" if name else "dim" for name in names),
         ),
     ]
+
+
+def _pass_column(report: Report, rows: Sequence[Chain | Fusion | GraphRewrite]) -> list[Column]:
+    """The pass of each row, for a training step."""
+    return [] if report.training is None else [Column("Pass", tuple(row.training_pass for row in rows))]
 
 
 def _bound(ns: int) -> str:
@@ -296,6 +303,7 @@ def _fusion_columns(report: Report) -> list[Column]:
         # The id of a graph rewrite is a word that says what its title does: both would take half of a narrow terminal.
         Column("ID", tuple(row.id if isinstance(row, Fusion) else "" for row in rows), "cyan"),
         Column("Rewrite", tuple(row.kernel if isinstance(row, Fusion) else row.id for row in rows), flex_min=12),
+        *_pass_column(report, rows),
         Column("Sites", tuple(sites(at) for at in span), is_right=True, drop=3),
         Column("One site", tuple(site(at) for at in span), is_right=True, drop=4),
         Column("Step", tuple(gain(at) for at in span), is_right=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_advisor.runtime.torch_internals import fx_trace
 
@@ -44,11 +46,27 @@ def with_backward(graph_module: GraphModule, inputs: list[Any], forward: MakeCal
         fw_compiler=compiler(forward),
         bw_compiler=compiler(backward),
         inference_compiler=compiler(forward),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=_partitioned,
     )
-    with config.patch(donated_buffer=False):
+    # Else the backward graph would be handed over in the middle of the first backward pass: on a GPU in a thread of autograd's.
+    with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
         call: Callable[..., Any] = to_graphs(graph_module, inputs)
     return call
+
+
+def _partitioned(joint: GraphModule, *args: Any, **more: Any) -> tuple[GraphModule, GraphModule]:
+    """Part a joint graph in two; under a checkpoint too, what may be random is kept and not computed again.
+
+    Torch would keep the generator's state for it, a tensor of unknown size, and run it again by an op that takes the state. Such
+    an op is attention, whatever it drops: of each layer its result and one number a row are kept.
+    """
+    for node in joint.graph.nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if is_random and node.meta.pop("recompute", None) is not None:
+            parts = [user for user in node.users if user.target is operator.getitem]
+            for kept in parts or [node]:
+                kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return min_cut_rematerialization_partition(joint, *args, **more)
 
 
 def _keep_what_is_given() -> None:

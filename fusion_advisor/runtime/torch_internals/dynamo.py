@@ -128,6 +128,15 @@ def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
     return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit * 8))
 
 
+def without_repeated_warnings() -> contextlib.AbstractContextManager[Any]:
+    """Let dynamo trace past ``logger.warning_once``, which transformers gives to every logger; it would end the graph there.
+
+    GPT-2's loss calls it in every step: without this its loss would be a graph of its own.
+    """
+    once = getattr(logging.Logger, "warning_once", None)
+    return torch._dynamo.config.patch(ignore_logger_methods=set() if once is None else {once})
+
+
 def no_collection() -> contextlib.AbstractContextManager[Any]:
     """Let dynamo compile without looking for cycles after each frame: it takes 0.25 s with a model of 28 layers."""
     return torch._dynamo.config.patch(run_gc_after_compile=False)

@@ -10,8 +10,9 @@ import pytest
 
 
 @pytest.mark.slow
-def test_gradients_of_two_processes_are_those_of_plain_ddp():
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.fuse.train.ddp_step"]
+@pytest.mark.parametrize("how", ["compile", "apply"])
+def test_gradients_of_two_processes_are_those_of_plain_ddp(how):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.fuse.train.ddp_step", how]
     command = [sys.executable, *launch]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False, timeout=540)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -17,7 +17,8 @@ from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal.layout import Column, column_table, simple_table
 from fusion_advisor.report.terminal.result import apply_table, details, result_table, summary_line
-from tests.report.fixtures import ALL, applied, numerics, profiled, timing, with_a_copy
+from fusion_advisor.report.training.rows import gradient_line
+from tests.report.fixtures import ALL, applied, numerics, profiled, timing, trained, with_a_copy
 
 WIDTHS = (40, 60, 80, 100, 120)
 
@@ -159,6 +160,31 @@ def test_a_training_step_is_told_by_module_and_by_kernel() -> None:
         page = render(ALL["training"]())
         assert "transformer.h.*.mlp.c_fc" in page and "8.00 ms" in page and "75.0%" in page
         assert "No chain" not in page
+
+
+def test_a_rewritten_training_step_names_the_pass_of_each_row() -> None:
+    report = trained()
+    text = " ".join("\n".join(shown("trained", 200)).split())
+    assert "faster than eager" in text and "per training step (forward, loss, backward) (wall time)" in text
+    assert "F2 gelu_tanh forward 23/24" in text and "F1 rms_norm backward 49/49" in text
+    assert "fold-constants-backward backward 1" in text
+    words = "2 gradients compared with float64, all within the limit. Nearest to its limit: gradient of"
+    for page in (text, render_markdown(report).replace("\\", ""), unescape(render_html(report))):
+        assert words in page and "transformer.h.3.ln_1.weight" in page and "0.93 × eager's own" in page
+        assert "Share of kernel time in chains: " in page
+    assert "| Fusion | Pass | Sites replaced |" in render_markdown(report)
+    page = render_html(report)
+    assert page.count('<th scope="col">Pass</th>') == 2 and "<td>backward</td>" in page and "<td>forward</td>" in page
+    assert "transformer.h.*.mlp.c_fc" in page and "of both passes, ranked by their share" in page
+    assert "Pass" not in "\n".join(shown("applied", 200)) and '<th scope="col">Pass</th>' not in render_html(applied())
+
+
+def test_the_gradient_line_says_what_failed_and_is_empty_without_gradients() -> None:
+    check = trained().model_check
+    assert check is not None
+    assert gradient_line(replace(check, outputs=("logits",))) == ""
+    failed = gradient_line(replace(check, is_passed=False, outputs=check.outputs[:2], worst="loss", eager_rel_l2=0.0))
+    assert failed.startswith("1 gradient compared with float64, not within the limit. Nearest to its limit: `loss` (")
 
 
 def test_an_unchanged_model_has_no_speedup() -> None:

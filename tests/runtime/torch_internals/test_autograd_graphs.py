@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 
@@ -33,6 +34,30 @@ def test_there_is_a_graph_for_each_pass_and_the_backward_pass_may_run_twice():
     own = x.detach().clone().requires_grad_()
     torch.nn.functional.gelu(own).sum().backward()
     torch.testing.assert_close(x.grad, 2 * own.grad)
+
+
+def test_both_graphs_are_handed_over_before_the_first_backward_pass():
+    x = torch.randn(5, requires_grad=True)
+    _, seen = halves_of(lambda x: torch.nn.functional.gelu(x).sum(), x)
+    assert len(seen) == 2
+
+
+def test_attention_is_kept_under_a_checkpoint_and_what_is_not_random_is_computed_again():
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+
+    def attend(x):
+        return torch.nn.functional.scaled_dot_product_attention(x.sin(), x, x)
+
+    result, (forward, backward) = halves_of(lambda x: checkpoint(attend, x, use_reentrant=False).sum(), x)
+    result.backward()
+    own = x.detach().clone().requires_grad_()
+    attend(own).sum().backward()
+    torch.testing.assert_close(x.grad, own.grad)
+    names = {which: [str(node.target) for node in graph.graph.nodes] for which, graph in (("F", forward), ("B", backward))}
+    assert not any("rng_state" in name for found in names.values() for name in found)
+    assert sum("dot_product" in name for name in names["F"]) == 1
+    assert [name for name in names["B"] if "dot_product" in name and "backward" not in name] == []
+    assert any("aten.sin" in name for name in names["B"])
 
 
 def test_a_copy_of_a_graph_may_be_changed():

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from fusion_advisor.runtime.torch_internals import dynamo, fake_mode, symbolic_sizes
 from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
@@ -32,6 +33,29 @@ def test_dynamo_traces_without_source_lines_and_keeps_modules():
     _, lines = dynamo_graph(model, torch.randn(2, 32), then=meta)
     assert {text for text, _ in without} == {""} and all("tiny.py" in text for text, _ in lines)
     assert [has for _, has in without] == [has for _, has in lines] and any(has for _, has in lines)
+
+
+def test_a_logger_that_warns_once_ends_no_graph():
+    logger, graphs = logging.get_logger("fusion_advisor.tests"), []
+
+    def warned(x):
+        x = x + 1
+        logger.warning_once("said once, and not by the graph")
+        return x * 2
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    counts = []
+    for context in (contextlib.nullcontext(), dynamo.without_repeated_warnings()):
+        graphs.clear()
+        torch.compiler.reset()
+        with context:
+            torch.compile(warned, backend=backend, dynamic=False)(torch.ones(2))
+        counts.append(len(graphs))
+    torch.compiler.reset()
+    assert counts == [2, 1]
 
 
 def test_what_the_first_compile_would_load_is_loaded():

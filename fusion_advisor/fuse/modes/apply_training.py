@@ -1,0 +1,348 @@
+"""``apply --phase train``: both passes of a training step rewritten, judged by their gradients, kept where the step is faster.
+
+The graphs and their verdicts are those of the torch.compile backend (``fuse.dynamo_backend``); here they are collected, the whole
+step is timed against eager, and what stays is put into the live model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusion_advisor.autotune.build_ahead import BuildAhead
+from fusion_advisor.capture.graph import tracer
+from fusion_advisor.capture.trace import profiler
+from fusion_advisor.capture.trace.attribute import Step, median_step
+from fusion_advisor.capture.training import TrainingStep, in_training
+from fusion_advisor.codegen.cpp.backend import find_compiler
+from fusion_advisor.errors import CannotCapture, NoCompiler
+from fusion_advisor.fuse.after_side import profile_of, without_doubles
+from fusion_advisor.fuse.baselines.contenders import Contender, measure_all
+from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
+from fusion_advisor.fuse.decide.session import Variant
+from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
+from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, first_report, measure_training
+from fusion_advisor.fuse.modes.training_findings import Findings, check_of_all, merged
+from fusion_advisor.fuse.pipeline import building_ahead, on_device
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.plan.training_options import check_training_options
+from fusion_advisor.fuse.receipts import reverted, with_receipt
+from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
+from fusion_advisor.fuse.train.journal import Entry, Journal
+from fusion_advisor.fuse.train.trained_model import TrainedModel
+from fusion_advisor.fuse.whole_model_gate import why_nothing_stays
+from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, Capture, Report
+from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
+from fusion_advisor.runtime.torch_internals import dynamo
+from fusion_advisor.workload.load import LoadedWorkload
+from fusion_advisor.workload.weights import seeded
+
+_UNCHANGED = "unchanged"
+"""Label of the step after a run that kept nothing."""
+_QUICK_S = 1.0
+"""Seconds for each way to run the step, with ``--quick``."""
+_COMPILE_S = 300.0
+"""Of torch.compile's default mode, which compiles both passes; a step of GPT-2 takes it about a minute on two cores."""
+_HOW = (
+    "Both passes are AOTAutograd's graphs. Chains of each were chosen by their own times; then forward and backward with all of "
+    "them were timed in turn with the model's own ops.",
+    "Outputs and all gradients were judged against fp64, with random gradients of the outputs; eager's own error is the limit.",
+)
+
+Call = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class TrainedRun:
+    """A finished ``apply --phase train``: the model and its report."""
+
+    fused: TrainedModel
+    report: Report
+    capture: Capture
+    parts: tuple[tuple[str, Report, Capture], ...] = ()
+    """None: the report is of the whole step."""
+
+    def revert(self) -> None:
+        """Put the original model back."""
+        self.fused.revert()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What all phases share."""
+
+    loaded: LoadedWorkload
+    options: ApplyOptions
+    progress: Progress
+    clock: PhaseClock
+    instruments: Instruments
+    on_cuda: bool
+    optimise: Callable[..., Call]
+
+    def step(self, call: Call) -> TrainingStep:
+        """Return the training step with a call in place of the model's own."""
+        loaded = self.loaded
+        return TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id, call=call)
+
+    def without_gradients_after(self, call: Call) -> Callable[[], None]:
+        """Return the step for a clock: it leaves no gradients, so that each step allocates its own."""
+        step = self.step(call)
+
+        def run() -> None:
+            step()
+            self.loaded.model.zero_grad(set_to_none=True)
+
+        return run
+
+
+def apply_training(
+    loaded: LoadedWorkload,
+    options: ApplyOptions,
+    progress: Progress | None = None,
+    on_report: Callable[[Report], None] = lambda _: None,
+    *,
+    instruments: Instruments = MEASURED,
+    optimise: Callable[..., Call] = optimise,
+) -> TrainedRun:
+    """Rewrite both passes of a model's training step, keep what pays, and leave the model fused.
+
+    The model keeps its mode, its gradients and its buffers.
+
+    Args:
+        loaded: the model and its inputs.
+        options: how to measure and decide.
+        progress: is given each phase and its results.
+        on_report: given the report so far after each phase.
+        instruments: measure, and decide what stays.
+        optimise: rewrites one graph of a pass.
+
+    Raises:
+        UsageError: an option that a training step cannot serve.
+        NotTrainable: no output depends on a parameter, or the step raises.
+        CannotCapture: dynamo captured nothing that asks for a gradient.
+        NoCompiler: on a CPU, where every kernel is C++.
+        OutOfMemory: with what to try instead.
+    """
+    check_training_options(options)
+    if loaded.record.device == "cpu" and find_compiler() is None:
+        raise NoCompiler
+    clock = PhaseClock(progress := progress or Progress())
+    seed, device = loaded.request.seed, torch.device(loaded.record.device)
+    with on_device(loaded, "applying to a training step"), seeded(seed, device), in_training(loaded.model):
+        with clock.phase("bandwidth"):
+            environment = describe_environment(loaded.record.device)
+            bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
+            options = replace(options, bandwidth=bandwidth)
+        job = _Job(
+            loaded=loaded, options=options, progress=progress, clock=clock, instruments=instruments,
+            on_cuda=environment.device_kind == "cuda", optimise=optimise,
+        )  # fmt: skip
+        with clock.phase("profile"):
+            measured = measure_training(loaded, options, progress, on_cuda=job.on_cuda)
+        capture = capture_of(loaded, environment, bandwidth, measured)
+        report = replace(
+            first_report(capture, measured, options, clock), status="interrupted", baseline=options.baseline, keep=options.keep,
+            is_exact=options.exact, notes=(*NOTES, *_HOW),
+        )  # fmt: skip
+        on_report(report)
+        with building_ahead(loaded, progress) as ahead:
+            fused, journal = _rewritten(job, ahead)
+        report = _with_findings(report, fused, journal, measured)
+        on_report(report)
+        final = _dry(report) if options.dry_run else _measured(job, fused, journal, report, on_report)
+    journal.entries.clear()  # the graphs' optimiser keeps it, and the report has all that it holds
+    fused.report = final = replace(final, durations_s=tuple(clock.durations_s))
+    if final.status == "applied" and final.after is not None and final.after.label != _UNCHANGED:
+        fused.apply()
+    return TrainedRun(fused=fused, report=final, capture=capture)
+
+
+def _rewritten(job: _Job, ahead: BuildAhead | None) -> tuple[TrainedModel, Journal]:
+    """Capture the step, and rewrite and judge each of its graphs: all of that is done by the graphs' first call."""
+    loaded, journal = job.loaded, Journal()
+    names = {id(parameter): name for name, parameter in loaded.model.named_parameters()}
+    tried = functools.partial(job.optimise, progress=job.progress, journal=journal, instruments=job.instruments, ahead=ahead)
+    fuse = functools.partial(
+        fuse_graph, options=job.options, optimiser=tried, names=functools.partial(_qualified, names)
+    )  # fmt: skip
+    model_id = loaded.record.model_id
+    tracer.refuse_own_ops(loaded.model, loaded.args, loaded.kwargs, model_id)
+    fused = TrainedModel(loaded.model, loaded.args, loaded.kwargs, fuse)
+    with job.clock.phase("fusions"):
+        with tracer.refusals_told(model_id):
+            job.step(fused.compiled_call)()
+        loaded.model.zero_grad(set_to_none=True)
+    if not fused.graphs_of_step:
+        raise CannotCapture(model_id=model_id, detail="none of the graphs that dynamo captured asks for a gradient")
+    for graph in fused.graphs_of_step:
+        if graph.outcome is not None and graph.outcome.reason:
+            job.progress.note(graph.outcome.reason)
+    fused.seal([entry.variant for entry in journal.entries if entry.variant is not None])
+    return fused, journal
+
+
+def _qualified(names: Mapping[int, str], graph_module: GraphModule, args: tuple[Any, ...]) -> tuple[str, ...]:
+    """Name a graph's inputs: parameters as the model does."""
+    placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
+    return tuple(names.get(id(arg), name) for name, arg in zip(placeholders, args, strict=True))
+
+
+def _refusal_of(fused: TrainedModel, entry: Entry) -> str:
+    """Return why an entry's graph runs its own ops; empty where it does not, or asks for no gradient."""
+    for graph in fused.graphs_of_step:
+        if any(half.graph is entry.graph for half in graph.halves) and graph.outcome is not None:
+            return graph.outcome.reason
+    return ""
+
+
+def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measured: Measured) -> Report:
+    found = merged(journal.entries, functools.partial(_refusal_of, fused))
+    outcomes = [graph.outcome for graph in fused.graphs_of_step if graph.outcome is not None]
+    rewritten = [one for one in outcomes if not one.reason]
+    checks = [one.check for one in rewritten or outcomes if one.check is not None]
+    captured = step_profile.step_profile("captured", found.launches)
+    joined_ns = sum(one.capture.quality.joined_share * one.capture.quality.captured_device_ns for one in journal.entries)
+    quality = replace(
+        report.quality, joined_share=joined_ns / max(captured.device_ns, 1), captured_device_ns=captured.device_ns,
+        reconciliation=_reconciled(found, measured),
+        graph_breaks=tuple(fused.breaks),
+    )  # fmt: skip
+    return replace(
+        report, chains=found.chains, answers=found.answers, fusions=found.fusions, rewrites=found.rewrites, quality=quality,
+        captured=replace(captured, timeline=None), model_check=check_of_all(checks),
+    )  # fmt: skip
+
+
+def _reconciled(found: Findings, measured: Measured) -> str:
+    parts = ", ".join(f"{name} {ns / 1e6:.3f} ms" for name, ns in found.passes_ns)
+    total_ns, eager_ns = sum(ns for _, ns in found.passes_ns), measured.traced.device_ns
+    share = (total_ns - eager_ns) / max(eager_ns, 1)
+    return f"captured {total_ns / 1e6:.3f} ms ({parts}) against eager {eager_ns / 1e6:.3f} ms of kernel time ({share:+.1%})"
+
+
+def _dry(report: Report) -> Report:
+    return replace(report, status="dry run", model_check=None)
+
+
+def _measured(
+    job: _Job, fused: TrainedModel, journal: Journal, report: Report, on_report: Callable[[Report], None]
+) -> Report:  # fmt: skip
+    """Time the step before and after, trace it, and revert everything where the whole does not pass."""
+    kept = [entry for entry in journal.entries if entry.variant is not None and not _refusal_of(fused, entry)]
+    if not kept:
+        rows = _baselines(job, fused, report, None, on_report)
+        before = profile_of(rows, EAGER, "eager")
+        unchanged = replace(before, label=_UNCHANGED)
+        return replace(report, status="applied", before=before, after=unchanged, baselines=without_doubles(rows))
+    with job.clock.phase("measure after"):
+        runs, after_step = _traced(job, fused, kept)
+    rows = _baselines(job, fused, report, after_step, on_report)
+    before, after = (profile_of(rows, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
+    whole = Variant(modules=[module for entry in kept for module in _modules(entry)])
+    final = replace(
+        report, status="applied", before=before, after=after, baselines=without_doubles(rows),
+        fusions=tuple(with_receipt(fusion, whole, after_step, runs) for fusion in report.fusions),
+        warnings=(*report.warnings, *(f"the fused model ran its original ops: {reason}" for reason in fused.fallbacks)),
+    )  # fmt: skip
+    assert before.wall is not None and after.wall is not None
+    refusal = why_nothing_stays(
+        report.model_check is None or report.model_check.is_passed, before.device_ns, after.device_ns, before.wall, after.wall,
+        is_device_judged=job.on_cuda, is_time_judged=job.options.is_timed,
+    )  # fmt: skip
+    if refusal is None:
+        return final
+    job.progress.warn(refusal)
+    return replace(reverted(final, refusal), after=replace(before, label=_UNCHANGED))
+
+
+def _modules(entry: Entry) -> list[GraphModule]:
+    return [] if entry.variant is None else entry.variant.modules
+
+
+def _traced(job: _Job, fused: TrainedModel, kept: list[Entry]) -> tuple[list[int], Step]:
+    """Trace the fused step; on a CPU the rewritten graphs run op by op, for a fused kernel is no ATen op and leaves no event.
+
+    Returns:
+        How often a step runs each kept graph, and the median of the traced steps.
+    """
+    counts: Counter[int] = Counter()
+    step = job.without_gradients_after(fused.compiled_call)
+
+    @contextmanager
+    def counted(*, is_op_by_op: bool) -> Iterator[None]:
+        def runner(entry: Entry) -> Call:
+            (module,) = _modules(entry)
+            call = step_profile.FusedRunner(module).run if is_op_by_op else module.forward
+
+            def run(*args: Any) -> Any:
+                counts[id(entry.graph)] += 1
+                return call(*args)
+
+            return run
+
+        with fused.running({id(entry.graph): runner(entry) for entry in kept}):
+            yield
+
+    with counted(is_op_by_op=False):
+        step()
+    runs = [counts[id(entry.graph)] for entry in kept]
+    save_to = job.options.run_dir / "trace.after.json.gz" if job.options.run_dir else None
+    with counted(is_op_by_op=not job.on_cuda):
+        step()  # the first one in a new way takes longer
+        trace = profiler.record(step, steps=job.options.steps, on_cuda=job.on_cuda, save_to=save_to)
+    return runs, median_step(trace, on_cuda=job.on_cuda)
+
+
+def _baselines(
+    job: _Job, fused: TrainedModel, report: Report, after_step: Step | None, on_report: Callable[[Report], None]
+) -> tuple[Baseline, ...]:
+    """Time eager, ours where something of it stays, and torch.compile where it is asked for, in turn."""
+    loaded, options = job.loaded, job.options
+
+    def compiled() -> Callable[[], None]:
+        return job.without_gradients_after(dynamo.compiled_call(loaded.model, "inductor", mode="default"))
+
+    contenders = [
+        Contender(
+            name=EAGER, make=lambda: job.without_gradients_after(fused.original_call), step=report.before, is_required=True
+        )
+    ]  # fmt: skip
+    if after_step is not None:
+        after = step_profile.step_profile("fused", after_step.launches)
+        contenders.append(
+            Contender(
+                name=OURS, make=lambda: job.without_gradients_after(fused.compiled_call), step=after, is_required=True,
+                note="first call: its graphs were rewritten before",
+            )
+        )  # fmt: skip
+    budget_s = min(options.budgets.wall_s, _QUICK_S) if options.effort == "quick" else options.budgets.wall_s
+    asked = options.measures_compile
+    if job.on_cuda or bool(options.command) if asked is None else asked:
+        contenders.append(
+            Contender(
+                name=f"{COMPILED}default", make=compiled, is_compiled=True, limit_s=_COMPILE_S,
+                note="first call with empty caches",
+            )
+        )  # fmt: skip
+
+    def early(rows: tuple[Baseline, ...]) -> None:
+        before = profile_of(rows, EAGER, "eager")
+        after = profile_of(rows, OURS, "fused") if after_step is not None else replace(before, label=_UNCHANGED)
+        on_report(replace(report, before=before, after=after, baselines=without_doubles(rows)))
+
+    with job.clock.phase("baselines"):
+        return measure_all(
+            contenders, needed_bytes=needed_bytes(loaded.model, loaded.args, loaded.kwargs), on_cuda=job.on_cuda,
+            runs=options.runs, budget_s=budget_s,
+            least_s=options.min_time_s, traced_steps=options.steps, instruments=job.instruments, progress=job.progress,
+            on_required=early,
+        )  # fmt: skip

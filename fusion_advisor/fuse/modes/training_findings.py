@@ -1,0 +1,107 @@
+"""The chains and rewrites of all graphs of a training step as one ranked list, each with the pass that it belongs to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fusion_advisor.fuse.receipts import reverted_fusion, reverted_rewrite
+from fusion_advisor.fuse.train.journal import Entry
+from fusion_advisor.fuse.train.trained_graph import NOT_FASTER
+from fusion_advisor.records import Chain, Fusion, GraphRewrite, Launch, Match, ModelCheck, NoMatch, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a report shows of both passes."""
+
+    chains: tuple[Chain, ...]
+    answers: tuple[Match | NoMatch, ...]
+    fusions: tuple[Fusion, ...]
+    rewrites: tuple[GraphRewrite, ...]
+    launches: tuple[Launch, ...]
+    """Kernels of all graphs, traced op by op."""
+    passes_ns: tuple[tuple[str, int], ...]
+    """(pass, kernel time), in the order of the passes."""
+
+
+def merged(entries: Sequence[Entry], refusal_of: Callable[[Entry], str]) -> Findings:
+    """Rank the chains of all graphs together, and say of each row which pass it belongs to.
+
+    Args:
+        entries: one for each graph.
+        refusal_of: why a graph runs its own ops; empty where it runs as it was rewritten. What was kept in it then does not stay.
+    """
+    time_of = {id(entry): sum(launch.duration_ns for launch in entry.capture.launches) for entry in entries}
+    total_ns = max(sum(time_of.values()), 1)
+    found = [
+        (chain, answer, entry) for entry in entries for chain, answer in zip(entry.plan.chains, entry.plan.answers, strict=True)
+    ]
+    found.sort(key=lambda row: -row[0].device_ns)
+    names = {(id(entry), chain.id): f"C{number}" for number, (chain, _, entry) in enumerate(found, start=1)}
+    chains = tuple(
+        replace(
+            chain,
+            id=names[id(entry), chain.id],
+            share=chain.device_ns / total_ns,
+            training_pass=entry.training_pass,
+        )
+        for chain, _, entry in found
+    )
+    fusions = [
+        _stays_or_not(replace(row, chain_id=names[id(entry), row.chain_id], training_pass=entry.training_pass), refusal_of(entry))
+        for entry in entries
+        for row in entry.fusions
+    ]
+    fusions.sort(key=lambda row: int(row.chain_id[1:]))
+    return Findings(
+        chains=chains,
+        answers=tuple(replace(answer, chain_id=names[id(entry), chain.id]) for chain, answer, entry in found),
+        fusions=tuple(fusions),
+        rewrites=tuple(_rewrites(entries, refusal_of)),
+        launches=tuple(launch for entry in entries for launch in entry.capture.launches),
+        passes_ns=tuple(
+            (name, sum(time_of[id(entry)] for entry in entries if entry.training_pass == name))
+            for name in ("forward", "backward")
+        ),
+    )
+
+
+def _stays_or_not(row: Fusion, refusal: str) -> Fusion:
+    return reverted_fusion(row, refusal, _status_of(refusal)) if refusal else row
+
+
+def _status_of(refusal: str) -> Status:
+    """The verdict on what was kept in a graph that runs its own ops: on its time, or on its numbers."""
+    return Status.WITHIN_NOISE if refusal == NOT_FASTER else Status.NOT_REPLACED
+
+
+def _rewrites(entries: Sequence[Entry], refusal_of: Callable[[Entry], str]) -> list[GraphRewrite]:
+    """Return the rows of graph rewrites; each ends in its pass, and in a number where a pass has several graphs."""
+    graphs: Counter[str] = Counter()
+    several = Counter(entry.training_pass for entry in entries)
+    rows = []
+    for entry in entries:
+        graphs[entry.training_pass] += 1
+        number = f"-{graphs[entry.training_pass]}" if several[entry.training_pass] > 1 else ""
+        end, refusal = f"-{entry.training_pass}{number}", refusal_of(entry)
+        for row in entry.rewrites:
+            named = replace(row, id=f"{row.id}{end}", training_pass=entry.training_pass)
+            rows.append(reverted_rewrite(named, refusal, _status_of(refusal)) if refusal else named)
+    return rows
+
+
+def check_of_all(checks: Sequence[ModelCheck]) -> ModelCheck | None:
+    """Return one check for several graphs: the worst gradient or output of any of them, beside eager's own error.
+
+    Args:
+        checks: of graphs that run as they were rewritten, or of those that do not where none does.
+    """
+    if not checks:
+        return None
+    worst = max(checks, key=lambda one: (not one.is_passed, one.fused_rel_l2 / max(one.eager_rel_l2, 1e-300)))
+    return replace(
+        worst, outputs=tuple(name for one in checks for name in one.outputs),
+        nonfinite_mismatches=sum(one.nonfinite_mismatches for one in checks),
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""A live model whose training step is fused: the user's own module, its own ops for every call that was not verified.
+
+What is in place is dynamo's compiled call of the model, with a :class:`TrainedGraph` for each graph that it captured. Autograd
+sees one function for each graph, so whatever works on a model's outputs, gradients and parameters works as before: optimizers,
+accumulation, hooks on gradients, scaled losses. Dynamo guards what its graphs take for granted; after :meth:`TrainedModel.seal`
+a graph that was not verified runs its own ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusion_advisor.capture.graph.fx_nodes import relative_path
+from fusion_advisor.fuse.decide.session import Variant
+from fusion_advisor.fuse.live.call_difference import describe_difference
+from fusion_advisor.fuse.live.call_signature import device_of, signature
+from fusion_advisor.fuse.live.module_guard import ModuleGuard
+from fusion_advisor.fuse.slot.in_place import InPlace
+from fusion_advisor.fuse.train.trained_graph import TrainedGraph
+from fusion_advisor.records import GraphBreak
+from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo, fake_mode
+
+Call = Callable[..., Any]
+FuseGraph = Callable[[GraphModule, list[Any]], Call]
+"""Returns what runs in place of one of dynamo's graphs: a :class:`TrainedGraph` for one that asks for gradients."""
+
+EVALUATED = "the model is in eval() mode, and what was verified is its training step"
+NO_GRADIENTS = "gradients are disabled, and what was verified is a training step"
+AUTOCAST = "autocast is another than in the training step that was verified"
+UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"
+OTHER_GRAPH = "dynamo captured a graph that was not verified (something in the model changed)"
+OWN_OPS = "an input is of a tensor class that handles its ops by itself (__torch_function__ or __torch_dispatch__)"
+MODE = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
+
+
+class TrainedModel(InPlace):
+    """A live model with a fused training step in place.
+
+    Call it like the model and train as before. ``revert()`` puts the original call back exactly, and so does leaving a ``with``
+    block. Calls in ``eval()`` mode, without gradients, under another autocast or of other shapes run the original ops; each
+    reason is said once and counted in ``fallbacks``.
+
+    Args:
+        model: the live model.
+        args: of the call to verify.
+        kwargs: of the same call.
+        fuse: called for each graph that dynamo captures of that call.
+    """
+
+    def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], fuse: FuseGraph) -> None:
+        super().__init__(model)
+        self.graphs_of_step: list[TrainedGraph] = []
+        """Graphs that ask for gradients, in the order of capture."""
+        self.breaks: list[GraphBreak] = []
+        """Where dynamo split the call."""
+        self._fuse = fuse
+        self._is_sealed = False
+        self._fake_modes: list[Any] = []
+        self._guard = ModuleGuard(model, is_trained=True)
+        self._verified = signature(args, kwargs)
+        self._autocast = _autocast()
+        self._compiled = dynamo.compiled_call(model, self._backend)
+
+    def _backend(self, graph_module: GraphModule, inputs: list[Any]) -> Call:
+        self._fake_modes += dynamo.fake_modes_of(graph_module)
+        if self._is_sealed:
+            self._fallbacks.add(OTHER_GRAPH)
+            return graph_module.forward
+        self._guard.watch(dynamo.traced_code())
+        reason = dynamo.break_reason(graph_module)
+        if reason is not None:
+            self.breaks.append(GraphBreak(reason=reason[0], source=relative_path(reason[1])))
+        call = self._fuse(graph_module, inputs)
+        if isinstance(call, TrainedGraph):
+            self.graphs_of_step.append(call)
+        return call
+
+    def seal(self, variants: list[Variant]) -> None:
+        """Rewrite no further graph: all that the verified call needs are there.
+
+        Args:
+            variants: the graphs with kernels of ours, whose launches are counted.
+        """
+        self._is_sealed = True
+        self._launches.include([module for variant in variants for module in variant.modules])
+
+    @property
+    def original_call(self) -> Call:
+        """The model's own call, whatever is in place."""
+        return self._original
+
+    def compiled_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled call, whatever is in place; it captures the graphs the first time."""
+        # Every model of a class adds graphs to its code object; at dynamo's default limit it would silently run eager.
+        with dynamo.raise_recompile_limit(1024), dynamo.without_repeated_warnings():
+            return self._compiled(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Drop what dynamo's traces keep of the tensors that were traced."""
+        fake_mode.forget_real_tensors(self._fake_modes)
+        self._fake_modes.clear()
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the fused graphs if this call was verified, the original ops if not."""
+        if dispatcher.is_mode_active():  # it would see what is read of the tensors below
+            self._fallbacks.add(MODE)
+            return self._original(*args, **kwargs)
+        leaves: list[torch.Tensor] = []
+        key = signature(args, kwargs, leaves)
+        device = device_of(leaves)
+        if device >= 0 and cuda_state.current_device_number() != device:
+            with torch.cuda.device(device):  # as every op of torch does: streams belong to it
+                return self.dispatch(*args, **kwargs)
+        refusal = self._refusal(key, leaves)
+        if refusal is None:
+            return self._compiled(*args, **kwargs)
+        is_new = refusal == UNSEEN and UNSEEN not in self.fallbacks
+        self._fallbacks.add(refusal, describe_difference(key, [self._verified]) if is_new else "")
+        return self._original(*args, **kwargs)
+
+    def _refusal(self, key: Any, leaves: list[torch.Tensor]) -> str | None:
+        if not self.model.training:
+            return EVALUATED
+        if not torch.is_grad_enabled():
+            return NO_GRADIENTS
+        if _autocast() != self._autocast:
+            return AUTOCAST
+        if any(type(leaf) is not torch.Tensor and dispatcher.sees_its_ops(type(leaf)) for leaf in leaves):
+            return OWN_OPS
+        return UNSEEN if key != self._verified else self._guard.change()
+
+    @contextmanager
+    def running(self, runners: Mapping[int, Call]) -> Iterator[None]:
+        """Let other calls run in place of passes while the context lasts.
+
+        Args:
+            runners: by the ``id`` of the pass's graph as it was traced; a pass without one runs as it does.
+        """
+        halves = [half for graph in self.graphs_of_step for half in graph.halves if id(half.graph) in runners]
+        for half in halves:
+            half.instead = runners[id(half.graph)]
+        try:
+            yield
+        finally:
+            for half in halves:
+                half.instead = None
+
+
+def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
+    """Whether autocast is on, and its dtype, for each kind of device."""
+    return tuple(
+        (is_on, torch.get_autocast_dtype(kind) if is_on else torch.float32)
+        for kind in ("cuda", "cpu")
+        for is_on in (torch.is_autocast_enabled(kind),)
+    )

@@ -1,0 +1,198 @@
+"""``apply --phase train`` as a whole: the report of both passes, what is refused, and a gradient that is wrong."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fusion_advisor as fa
+from fusion_advisor.errors import NotTrainable, UnreadableReport, UsageError
+from fusion_advisor.fuse.dynamo_backend import optimise
+from fusion_advisor.fuse.modes.apply_training import apply_training
+from fusion_advisor.fuse.modes.training_findings import merged
+from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
+from fusion_advisor.fuse.plan.plan import Plan
+from fusion_advisor.fuse.train.journal import Journal
+from fusion_advisor.fuse.train.trained_graph import NOT_FASTER
+from fusion_advisor.records import GRADIENT, Status
+from fusion_advisor.records.serialize import dump_report, load_report, read_report, write_capture
+from fusion_advisor.report.html.page import render_html
+from fusion_advisor.report.markdown import render_markdown
+from fusion_advisor.workload.load import describe_live
+from tests.fuse.train.test_planted import PLANTS
+from tests.fuse.train.test_trained_graph import WIDTH, Block, gradients, step
+from tests.report.fixtures import applied
+from tests.tiny import BANDWIDTH
+
+OPTIONS = ApplyOptions(
+    keep="verified", compile=False, min_share=0.0, bandwidth=BANDWIDTH, warmup=1, runs=3, steps=1, budgets=Budgets(wall_s=0.05)
+)
+
+
+@pytest.fixture
+def loaded():
+    torch.manual_seed(0)
+    yield describe_live(Block().train(), (torch.randn(8, 5, WIDTH),), phase="train")
+    torch.compiler.reset()
+
+
+def test_the_report_of_a_step_holds_both_passes_and_is_shown_by_every_view(loaded, tmp_path):
+    reports = []
+    run = apply_training(loaded, replace(OPTIONS, run_dir=tmp_path), on_report=reports.append)
+    report = run.report
+    assert (report.status, report.workload.phase, report.after.label, report.captured.label) == (
+        "applied", "train", "fused", "captured",
+    )  # fmt: skip
+    assert [one.status for one in reports] == ["interrupted"] * len(reports) and len(reports) >= 2
+    assert {chain.training_pass for chain in report.chains} == {"forward", "backward"}
+    assert [chain.id for chain in report.chains] == [f"C{number + 1}" for number in range(len(report.chains))]
+    assert [chain.device_ns for chain in report.chains] == sorted((one.device_ns for one in report.chains), reverse=True)
+    assert sum(chain.share for chain in report.chains) <= 1 and len(report.answers) == len(report.chains)
+    passes = {chain.id: chain.training_pass for chain in report.chains}
+    assert all(fusion.training_pass == passes[fusion.chain_id] for fusion in report.fusions)
+    assert len({fusion.id for fusion in report.fusions}) == len(report.fusions)
+    kept = [fusion for fusion in report.fusions if fusion.status is Status.KEPT]
+    assert {fusion.training_pass for fusion in kept} == {"forward", "backward"}
+    assert all(fusion.receipt.launches_after == fusion.receipt.sites_replaced > 0 for fusion in kept)
+    assert all((tmp_path / kernel.path).is_file() for fusion in kept for kernel in fusion.rendered)
+    check = report.model_check
+    assert check.is_passed and check.oracle == "float64"
+    wanted = {f"{GRADIENT}{name}" for name, _ in loaded.model.named_parameters()}
+    assert {name for name in check.outputs if name.startswith(GRADIENT)} == wanted and check.worst in check.outputs
+    assert report.before.wall.times_ns and len(report.before.wall.times_ns) == len(report.after.wall.times_ns)
+    assert report.training.backward_ns > 0 and report.quality.captured_device_ns == report.captured.device_ns
+    assert "forward" in report.quality.reconciliation and "backward" in report.quality.reconciliation
+    assert load_report(dump_report(report)) == report
+    page, text = render_html(report), render_markdown(report)
+    assert page.count('<th scope="col">Pass</th>') == 2 and "| Fusion | Pass |" in text
+    for shown in (page, text):
+        assert "training step (forward, loss, backward)" in shown and f"{len(wanted)} gradients compared with float64" in shown
+    run.revert()
+
+
+@pytest.mark.parametrize("name", ["one element is wrong", "a weight gets no gradient", "double count"])
+def test_a_wrong_gradient_is_refused_with_its_reason(loaded, name):
+    def planted(region, options, **more):
+        call = optimise(region, options, **more)
+        return PLANTS[name](region, call) if region.training_pass == "backward" else call
+
+    with pytest.warns(UserWarning, match="fusion-advisor runs the original ops: the step's"):
+        run = apply_training(loaded, OPTIONS, optimise=planted)
+    report = run.report
+    assert report.after.label == "unchanged" and not run.fused.is_applied
+    assert report.fusions and not any(fusion.status is Status.KEPT for fusion in report.fusions)
+    reasons = {fusion.reason for fusion in report.fusions if fusion.status is Status.NOT_REPLACED}
+    assert len(reasons) == 1 and re.search(r"the step's (outputs and gradients are too far|gradients are others)", reasons.pop())
+    assert report.model_check is None or not report.model_check.is_passed
+    step(loaded.model, loaded.args[0])
+    assert len(gradients(loaded.model)) == len(list(loaded.model.parameters())) and run.fused.launches == 0
+
+
+def test_where_nothing_is_tried_the_model_is_as_it_was(loaded):
+    run = apply_training(loaded, replace(OPTIONS, only=("no_kernel", "no-rewrite")))
+    assert run.report.after.label == "unchanged" and not run.report.fusions and run.report.model_check is None
+    assert all(answer.code == "FA607" for answer in run.report.answers if answer.code not in ("FA601", "FA604"))
+    assert "_compiled_call_impl" not in loaded.model.__dict__
+
+
+def test_a_dry_run_builds_kernels_of_both_passes_and_times_no_step(loaded):
+    run = apply_training(loaded, replace(OPTIONS, dry_run=True))
+    report = run.report
+    assert (report.status, report.after, report.model_check, run.fused.is_applied) == ("dry run", None, None, False)
+    planned = [fusion for fusion in report.fusions if fusion.status is Status.PLANNED]
+    assert {fusion.training_pass for fusion in planned} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"), [("", Status.KEPT), (NOT_FASTER, Status.WITHIN_NOISE), ("too far", Status.NOT_REPLACED)]
+)
+def test_rows_of_a_graph_that_runs_its_own_ops_are_not_kept(refusal, status):
+    journal, base = Journal(), applied()
+    plan = Plan(chains=base.chains, answers=base.answers, fusions=())
+    capture = SimpleNamespace(launches=())
+    for training_pass in ("forward", "backward"):
+        entry = journal.begin(nn.Identity(), training_pass, capture, plan)
+        entry.fusions, entry.rewrites = base.fusions, base.rewrites
+    found = merged(journal.entries, lambda entry: refusal if entry.training_pass == "backward" else "")
+    for rows in (found.fusions, found.rewrites):
+        was_kept = [row for row in rows if row.training_pass == "forward" and row.status is Status.KEPT]
+        ours = [row for row in rows if row.training_pass == "backward" and row.status is status and row.reason]
+        assert was_kept and len(ours) >= len(was_kept)
+        if refusal:
+            assert {row.reason for row in ours if row.status is status} >= {refusal}
+            assert not any(row.status is Status.KEPT for row in rows if row.training_pass == "backward")
+    assert {row.id for row in found.rewrites} == {f"{row.id}-{name}" for row in base.rewrites for name in ("forward", "backward")}
+    assert [chain.id for chain in found.chains] == [f"C{n + 1}" for n in range(2 * len(base.chains))]
+    by_id = {chain.id: chain for chain in found.chains}
+    assert all(by_id[answer.chain_id] is chain for answer, chain in zip(found.answers, found.chains, strict=True))
+    kernels = {(one.id, fusion.kernel) for one in base.chains for fusion in base.fusions if fusion.chain_id == one.id}
+    ops = {one.id: one.ops for one in base.chains}
+    assert {(by_id[row.chain_id].ops, row.kernel) for row in found.fusions} == {(ops[at], kernel) for at, kernel in kernels}
+
+
+class Split(nn.Module):
+    """Two blocks with a graph break between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Block(), Block()
+
+    def forward(self, x):
+        x = self.one(x)
+        torch._dynamo.graph_break()
+        return self.two(x)
+
+
+def test_a_graph_break_makes_two_graphs_of_each_pass():
+    torch.manual_seed(0)
+    model = Split().train()
+    run = apply_training(describe_live(model, (torch.randn(8, 5, WIDTH),), phase="train"), OPTIONS)
+    report = run.report
+    assert len(report.quality.graph_breaks) == 1 and len(run.fused.graphs_of_step) == 2
+    assert report.model_check.gradients >= len(list(model.parameters()))
+    step(model, torch.randn(8, 5, WIDTH))
+    kept = [fusion for fusion in report.fusions if fusion.status is Status.KEPT]
+    assert run.fused.launches == sum(fusion.receipt.launches_after for fusion in kept) and not run.fused.fallbacks
+    run.revert()
+    torch.compiler.reset()
+
+
+def test_what_cannot_be_trained_is_refused_with_a_hint(loaded, tmp_path):
+    x = loaded.args[0]
+    with pytest.raises(NotTrainable, match="depends on a parameter with gradients") as caught:
+        fa.apply(Block().requires_grad_(False), (x,), phase="train", bandwidth=BANDWIDTH)
+    assert "--phase forward" in caught.value.hint_text
+    for options, name in (({"freeze": True}, "--freeze"), ({"rtol": 1e-3}, "--rtol"), ({"dynamic": "on_first_use"}, "--dynamic"),
+                          ({"shapes": "batch=1..4"}, "--shapes")):  # fmt: skip
+        with pytest.raises(UsageError, match=f"{name} .*cannot be used with --phase train") as refused:
+            fa.apply(Block(), (x,), phase="train", **options)
+        assert "leave" in refused.value.hint_text
+    with pytest.raises(TypeError, match="phase is 'forward' or 'train'"):
+        fa.apply(Block(), (x,), phase="decode")
+    run = apply_training(loaded, replace(OPTIONS, only=("no_kernel", "no-rewrite"), run_dir=tmp_path))
+    path = tmp_path / "report.json"
+    path.write_text(dump_report(run.report))
+
+    write_capture(run.capture, tmp_path / "capture.json.gz")
+    assert read_report(path).training is not None
+    with pytest.raises(UnreadableReport, match="it is of a training step"):
+        fa.load_plan(tmp_path)
+
+
+def test_parts_that_are_frozen_in_eval_mode_stay_so(loaded):
+    model = nn.Sequential(nn.BatchNorm1d(5), Block()).train()
+    model[0].eval()
+    before = model[0].running_mean.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run = apply_training(describe_live(model, (loaded.args[0],), phase="train"), OPTIONS)
+        step(model, loaded.args[0])
+    assert run.fused.launches > 0 and not run.fused.fallbacks
+    assert torch.equal(model[0].running_mean, before) and model[0].num_batches_tracked == 0
+    run.revert()
