@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import random
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -106,23 +106,14 @@ _UNTIMED = 2
 
 
 def interleave(
-    candidates: Sequence[Callable[[], Any]],
-    *,
-    rounds: int,
-    budget_s: float,
-    on_cuda: bool,
-    turn_s: float = 0.0,
-    rest: float = 0.0,
-    in_a_row: bool = False,
-    least: int = 6,
-    least_s: float = 0.0,
-    most_s: float = 0.0,
+    candidates: Sequence[Callable[[], Any]], *, rounds: int, budget_s: float, on_cuda: bool,
+    turn_s: float = 0.0, rest: float = 0.0, in_a_row: bool = False, least: int = 6, least_s: float = 0.0, most_s: float = 0.0,
     is_settled: Callable[[list[list[int]]], bool] = always,
     still_open: Callable[[list[list[int]]], Collection[int] | None] = as_before,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int, int], object] = nothing,
     timer: HostTimer = _WALL,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """Time candidates against each other.
 
     Args:
@@ -132,8 +123,7 @@ def interleave(
         on_cuda: time with CUDA events instead of the host's clock.
         turn_s: how long each candidate runs in a round; 0: one timed run.
         rest: ahead of each run the device is idle for so many times as long as the run before it took, and no run is untimed.
-        in_a_row: with CUDA events and no rest, a round's runs are queued one after another, and an untimed one ahead of them,
-            so that none begins on an idle device; for replays of graphs, which the device takes longer for than the host.
+        in_a_row: queue a round's runs one after another, behind an untimed one; for replays of CUDA graphs, without rests.
         least: the fewest rounds.
         least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
@@ -159,9 +149,7 @@ def interleave(
     while order and not schedule.is_over(number, timer.seconds() - started, times):
         if number % 2 == 0:
             orders.shuffle(order)
-        sequence = order[::-1] if number % 2 else order
-        taken = turns.take_in_a_row(sequence) if in_a_row else (turns.take(position, rest) for position in sequence)
-        for position, last_ns in zip(sequence, taken, strict=True):
+        for position, last_ns in turns.of_round(order[::-1] if number % 2 else order, rest, in_a_row=in_a_row):
             times[position].append(last_ns)
             after(number, position, last_ns)
         number += 1
@@ -245,11 +233,16 @@ class _Turns:
         self._last_ns = _middle_mean(self._timed(candidate, self._before, runs))
         return self._last_ns
 
-    def take_in_a_row(self, positions: Sequence[int]) -> list[int]:
-        """Time one run of each of these candidates on the device, queued one after another; returns their nanoseconds."""
+    def of_round(self, positions: Sequence[int], rest: float, *, in_a_row: bool) -> Iterator[tuple[int, int]]:
+        """Yield candidates in this order, each with the nanoseconds of its turn; ``in_a_row``: see :func:`interleave`."""
+        if not in_a_row:
+            yield from ((position, self.take(position, rest)) for position in positions)
+            return
         self._before()
         self._candidates[positions[0]]()
-        return _timed_on_device([self._candidates[position] for position in positions], self._before)
+        yield from zip(
+            positions, _timed_on_device([self._candidates[position] for position in positions], self._before), strict=True
+        )
 
 
 def _timed_on_host(timer: HostTimer, call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:
