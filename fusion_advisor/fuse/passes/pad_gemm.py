@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fusion_advisor.capture.graph.fx_nodes import is_in_autocast
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.chains.trace_bytes import read_bytes
 from fusion_advisor.fuse.rewrite.derived_tensors import extended
@@ -72,8 +73,7 @@ def store_odd_rows(graph: Graph, region: Region, constants: dict[str, torch.Tens
         rows, columns = math.prod(value.shape[:-1]), value.shape[-1]
         if columns < LEAST_COLUMNS or rows < LEAST_ROWS * period_of(columns):
             continue
-        dtypes = {value.dtype, x.meta["val"].dtype, *(given[parameter].dtype for parameter in parameters)}
-        if len(dtypes) > 1:  # in autocast, which does not reach products into given memory
+        if is_in_autocast(wide):  # it casts the operands of a linear, but of no product into given memory
             continue
         if biases and packing_bytes(rows, columns, x.meta["val"].shape[-1]) >= _copied_bytes(out):
             continue

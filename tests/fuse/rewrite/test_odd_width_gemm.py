@@ -83,7 +83,7 @@ def test_outer_dims_and_gaps_between_rows_are_kept(has_bias):
     weight, bias = roomy(77, torch.bfloat16), bias_of(77, torch.bfloat16, has_bias)
     x = torch.randn(3, 10, 24, dtype=torch.bfloat16)[:, ::2]
     found = OddRows("odd_rows", 77, has_bias=has_bias)(x, weight, bias)
-    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.double(), truth(x, weight, bias), rtol=1e-2, atol=1e-2)
     assert found.shape == (3, 5, 77) and found.is_contiguous()
 
 
@@ -184,7 +184,7 @@ class InHalfAutocast(InAutocast):
     computes_in = torch.float16
 
 
-def bias_in_float32():
+def bias_in_fp32():
     model = InAutocast(rows=77)
     model.head.bias = torch.nn.Parameter(torch.randn(80)[:77])  # with room, which leave_room gives to 16 bits alone
     return model
@@ -196,17 +196,20 @@ def bias_in_float32():
         (lambda: Head(rows=77, columns=64), MANY, 1),
         (lambda: Head(rows=77), MANY[:1], 1),
         (lambda: InAutocast(rows=77), MANY.float(), 1),
+        (lambda: InAutocast(rows=77), MANY, 1),
         (lambda: InHalfAutocast(rows=77), MANY, 1),
-        (bias_in_float32, MANY, 1),
+        (bias_in_fp32, MANY, 1),
         (lambda: Head(bias=False, rows=77), MANY[:1], 1),
         (lambda: Head(bias=False, rows=61), MANY, 1),
         (short_of_room, MANY, 1),
         (lambda: InAutocast(bias=False, rows=77), MANY.float(), 1),
+        (lambda: InHalfAutocast(bias=False, rows=77), MANY, 1),
         (lambda: Head(bias=False, rows=16), MANY, 0),
     ],
     ids=[
-        "a bias, larger operands than results", "a bias, few rows", "a bias, autocast", "a bias, other autocast", "a float32 bias",
-        "few rows", "nothing left for a batch", "no room", "autocast", "even",
+        "a bias, operands larger than the result", "a bias, few rows", "a bias, autocast from fp32", "a bias, autocast",
+        "a bias, autocast to fp16", "a bias in fp32", "few rows", "nothing left for a batch", "no room", "autocast from fp32",
+        "autocast to fp16", "even",
     ],
 )  # fmt: skip
 def test_what_stays_padded(make, x, padded):
@@ -223,13 +226,6 @@ def test_operands_with_a_bias_may_be_nearly_as_large_as_the_result(columns):
     assert rewritten(model)[2] == [1, 1]
     rows = MANY[..., 0].numel()
     assert packing_bytes(rows, 77, 56) < 2 * rows * 77 * 2 <= packing_bytes(rows, 77, 64)
-
-
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "a bias"])
-def test_autocast_that_converts_nothing_is_served(has_bias):
-    model = InAutocast(bias=has_bias, rows=77)
-    leave_room(model)
-    assert rewritten(model)[2] == [1, 1]
 
 
 def test_tied_weights_with_a_bias_are_read_where_they_are():
