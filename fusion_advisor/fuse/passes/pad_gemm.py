@@ -8,8 +8,9 @@ model gives: a kernel of ours, because ATen's takes twice as long. The rows are 
 after it is left alone.
 
 That copy still writes and reads the result once more (217 of the 2,380 µs of GPT-2's bf16 step of 8 x 512 tokens, H200). Where
-there are rows enough, the result can be stored where it belongs at once: see ``odd_width_gemm``. A linear with a bias stays
-padded: ``addmm`` into strided memory first writes the bias to each row and has its GEMM read that, which is a copy again.
+there are rows enough, the result can be stored where it belongs at once: see ``odd_width_gemm``. With a bias, as heads of masked
+language models have, each call then copies x and the weight instead. Such a linear stays padded where those copies would move no
+fewer bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fusion_advisor.capture.graph.fx_nodes import is_in_autocast
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.chains.trace_bytes import read_bytes
 from fusion_advisor.fuse.rewrite.derived_tensors import extended
 from fusion_advisor.fuse.rewrite.layout_copy import put_copy
-from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, period_of
+from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, packing_bytes, period_of
 from fusion_advisor.fuse.rewrite.price import PassEffect
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE, has_room, padded_rows, roomy_rows
@@ -66,17 +68,23 @@ def store_odd_rows(graph: Graph, region: Region, constants: dict[str, torch.Tens
         part = out.all_input_nodes[0]
         wide = part.all_input_nodes[0]
         x, padded, *biases = wide.all_input_nodes
-        (weight,) = padded.all_input_nodes
-        *outer, columns = out.meta["val"].shape
-        is_short = columns < LEAST_COLUMNS or math.prod(outer) < LEAST_ROWS * period_of(columns)
-        is_cast = x.meta["val"].dtype != given[weight].dtype  # in autocast, which does not reach products into given memory
-        if biases or is_short or is_cast or not has_room(given[weight], roomy_rows(columns)):
+        parameters = [operand.all_input_nodes[0] for operand in (padded, *biases)]
+        value = out.meta["val"]
+        rows, columns = math.prod(value.shape[:-1]), value.shape[-1]
+        if columns < LEAST_COLUMNS or rows < LEAST_ROWS * period_of(columns):
             continue
+        if is_in_autocast(wide):  # it casts the operands of a linear, but of no product into given memory
+            continue
+        if biases and packing_bytes(rows, columns, x.meta["val"].shape[-1]) >= _copied_bytes(out):
+            continue
+        if not biases and not has_room(given[parameters[0]], roomy_rows(columns)):
+            continue
+        call = OddRows(f"odd_rows_{region.index}_{changed}", columns, has_bias=bool(biases))
         with graph.inserting_before(out):
-            stored = graph.call_function(OddRows(f"odd_rows_{region.index}_{changed}", columns), (x, weight))
+            stored = graph.call_function(call, (x, *parameters))
         stored.meta = {key: value for key, value in out.meta.items() if key != _PADDED}
         out.replace_all_uses_with(stored)
-        for node in (out, part, wide, padded):
+        for node in (out, part, wide, padded, *biases):
             graph.erase_node(node)
         changed += 1
     return changed
@@ -128,12 +136,23 @@ def _padded_ns(effect: PassEffect) -> int:
     return max(0, effect.saved_ns - after_ns)
 
 
+def _copied_bytes(out: Node) -> int:
+    """What a copy of a result reads and writes."""
+    return 2 * int(out.meta["val"].nbytes)
+
+
 def _stored_ns(effect: PassEffect) -> int:
-    """The copy of a whole result goes; the products and the copy of a few columns are launched for one product and that copy."""
-    stored = [(node, node.target, often) for node, _, often in effect.nodes() if isinstance(node.target, OddRows)]
-    copied_bytes = sum(2 * often * int(node.meta["val"].nbytes) for node, _, often in stored)
-    more_launches = sum(often * (call.launches - 2) for _, call, often in stored)
-    return max(0, effect.saved_ns + round(effect.copy_ns(copied_bytes)) - more_launches * effect.launch_cost_ns)
+    """The copy of a whole result goes; a bias's operands are packed; each makes more launches than a product and a copy."""
+    moved_bytes = more_launches = 0
+    for node, _, often in effect.nodes():
+        if not isinstance(node.target, OddRows):
+            continue
+        x, _, *biases = node.all_input_nodes
+        *outer, width = x.meta["val"].shape
+        packed = packing_bytes(math.prod(outer), node.meta["val"].shape[-1], width) if biases else 0
+        moved_bytes += often * (_copied_bytes(node) - packed)
+        more_launches += often * (node.target.launches - 2)
+    return max(0, effect.saved_ns + round(effect.copy_ns(moved_bytes)) - more_launches * effect.launch_cost_ns)
 
 
 PAD_GEMM = PassRewrite(id="pad-gemm", title="padded GEMMs", apply=pad_linears, predict=_padded_ns)

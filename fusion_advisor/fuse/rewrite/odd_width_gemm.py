@@ -10,7 +10,13 @@ nearly all of the result::
     row 1      |........|........|..          group 1 columns 3 to W + 3, ...
 
 Two narrow products compute the columns before a * (p - 1), at most 49, and from W on, at most 56. Each product of the batch
-reads the whole weight, so it needs about 256 rows before it computes longer than it reads. Figures:
+reads the whole weight, so it needs about 256 rows before it computes longer than it reads.
+
+A bias becomes eight more columns of K. ``addmm`` into strided memory writes the bias to each row of the result first and has its
+GEMM read that: a copy of the whole result. So each call packs both operands instead, which is less wherever K is clearly smaller
+than the number of rows: eight copies of its bias follow each row of the weight, and eight eighths each row of x. Their products
+and sums are exact in fp32, also for infinite biases, and eight equal columns take one launch; a one and seven zeros would take
+two. Nothing is kept from call to call: what is written to a weight or a bias is seen. Figures:
 ``docs/measurements/odd_width_gemm.md``.
 """
 
@@ -27,40 +33,52 @@ LEAST_ROWS = 256
 """Rows of each product of the batch, from which on it computes longer than it reads the weight (see above)."""
 LEAST_COLUMNS = GEMM_MULTIPLE**2
 """Of a result: with as many, something is left for the batch."""
+_ITEM_BYTES = 2
+"""Of every operand and result."""
 
 
 class OddRows:
-    """``aten.linear`` without a bias, for 16-bit weights of an odd number of rows.
+    """``aten.linear`` for 16-bit weights of an odd number of rows.
 
     Args:
         name: stands in the graph's code, and in traces.
         columns: of the result: the weight's rows, N; :data:`LEAST_COLUMNS` at least.
+        has_bias: whether calls pass one.
 
     Raises:
-        LayoutChanged: (when called) the weight has no room for seven more rows after it.
+        LayoutChanged: (when called without a bias) the weight has no room for seven more rows after it.
     """
 
-    def __init__(self, name: str, columns: int) -> None:
+    def __init__(self, name: str, columns: int, *, has_bias: bool = False) -> None:
         self.__name__ = self.__qualname__ = name
         self._columns = columns
+        self._has_bias = has_bias
         self._period = period_of(columns)
         self._shift = -columns % GEMM_MULTIPLE
         self._extended = extended(f"{name}_weight", roomy_rows(columns))
 
     @property
     def launches(self) -> int:
-        """The batch, two narrow products and a copy of each."""
-        return 5
+        """The batch, two narrow products and a copy of each; with a bias, also eight columns and a ``cat`` for each operand."""
+        return 9 if self._has_bias else 5
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ weight.T``, contiguous.
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ weight.T + bias``, contiguous.
 
         Args:
             x: [..., K].
-            weight: [N, K].
+            weight: [N, K], of x's dtype.
+            bias: [N], of x's dtype; K must be a multiple of eight with one.
         """
-        rows, columns, width = math.prod(x.shape[:-1]), self._columns, x.shape[-1]
-        wide, flat_x = self._extended(weight), x.reshape(rows, width)
+        rows, columns = math.prod(x.shape[:-1]), self._columns
+        flat_x = x.reshape(rows, x.shape[-1])
+        if bias is None:
+            wide = self._extended(weight)
+        else:
+            eighths = x.new_full((rows, GEMM_MULTIPLE), 1 / GEMM_MULTIPLE)
+            repeated = bias.detach()[:, None].expand(columns, GEMM_MULTIPLE).contiguous()  # ATen vectorizes only such in cat
+            flat_x = _joined(flat_x, eighths, rows)
+            wide = _joined(weight.detach(), repeated, roomy_rows(columns))
         out = x.new_empty((*x.shape[:-1], columns))
         result = out.view(rows, columns)
         left_out = self._shift * (self._period - 1)
@@ -86,6 +104,26 @@ class OddRows:
         torch.bmm(places, taken, out=stored)
 
 
+def packing_bytes(rows: int, columns: int, width: int) -> int:
+    """Return how many bytes a call with a bias reads and writes to pack its operands.
+
+    Args:
+        rows: of x and of the result.
+        columns: of the result, N.
+        width: of x and of the weight, K.
+    """
+    added = 3 * GEMM_MULTIPLE  # written as a piece, read from it, written after the row
+    return (rows + columns) * (2 * width + added) * _ITEM_BYTES
+
+
 def period_of(columns: int) -> int:
     """Return how many rows of this width begin differently: their alignment repeats after so many."""
     return GEMM_MULTIPLE // math.gcd(columns, GEMM_MULTIPLE)
+
+
+def _joined(left: torch.Tensor, right: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return two matrices side by side, in memory for so many rows; those after theirs may hold anything: no result shows it."""
+    width = left.shape[1] + right.shape[1]
+    memory = left.new_empty((rows, width))
+    torch.cat((left, right), 1, out=memory[: len(left)])
+    return memory

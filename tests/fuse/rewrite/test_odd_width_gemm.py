@@ -17,7 +17,7 @@ from fusion_advisor.fuse.passes.pad_gemm import pad_linears, store_odd_rows
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.rewrite import odd_width_gemm
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, rewrite_region
-from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_ROWS, OddRows, period_of
+from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_ROWS, OddRows, packing_bytes, period_of
 from fusion_advisor.records import GraphRewrite, Status
 from fusion_advisor.workload.weight_packing import leave_room, roomy_rows
 from tests.fuse.passes.test_pad_gemm import Head
@@ -35,9 +35,19 @@ def roomy(columns, dtype, width=24):
     return memory[:columns]
 
 
+def bias_of(columns, dtype, has_bias):
+    """Numbers as large as the products' sums, in memory that ends with them; or none."""
+    return torch.randn(columns, dtype=torch.float64).mul(5).to(dtype) if has_bias else None
+
+
+def truth(x, weight, bias):
+    exact = x.double() @ weight.double().t()
+    return exact if bias is None else exact + bias.double()
+
+
 @pytest.fixture
 def memories(monkeypatch):
-    """What OddRows allocates: NaN, with more of it behind."""
+    """What OddRows allocates, its result last: NaN, with more of it behind."""
     allocated = []
 
     def new_empty(self, size):
@@ -49,34 +59,48 @@ def memories(monkeypatch):
     return allocated
 
 
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "a bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_element_is_as_right_as_eagers_and_nothing_else_is_written(dtype, memories):
+def test_every_element_is_as_right_as_eagers_and_nothing_else_is_written(dtype, has_bias, memories):
     torch.manual_seed(0)
     for columns in COLUMNS:
-        weight = roomy(columns, dtype)
-        stored = OddRows("odd_rows", columns)
+        weight, bias = roomy(columns, dtype), bias_of(columns, dtype, has_bias)
+        parameters = (weight, bias) if has_bias else (weight,)
+        stored = OddRows("odd_rows", columns, has_bias=has_bias)
         for rows in ROWS:
             x = torch.randn(rows, 24, dtype=torch.float64).to(dtype)
-            found, eager = stored(x, weight), torch.nn.functional.linear(x, weight)
+            found, eager = stored(x, *parameters), torch.nn.functional.linear(x, *parameters)
             assert found.shape == eager.shape and found.stride() == eager.stride() and found.dtype == dtype
-            exact = x.double() @ weight.double().t()
+            exact = truth(x, weight, bias)
             error, own = (found.double() - exact).norm(), (eager.double() - exact).norm()
             assert error <= 1.1 * own + 1e-12, (columns, rows)
             around = memories[-1]
             assert found.data_ptr() == around.data_ptr() and around[rows * columns :].isnan().all()
 
 
-def test_outer_dims_and_gaps_between_rows_are_kept():
-    weight = roomy(77, torch.bfloat16)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "a bias"])
+def test_outer_dims_and_gaps_between_rows_are_kept(has_bias):
+    weight, bias = roomy(77, torch.bfloat16), bias_of(77, torch.bfloat16, has_bias)
     x = torch.randn(3, 10, 24, dtype=torch.bfloat16)[:, ::2]
-    found = OddRows("odd_rows", 77)(x, weight)
-    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight), rtol=1e-2, atol=1e-2)
+    found = OddRows("odd_rows", 77, has_bias=has_bias)(x, weight, bias)
+    torch.testing.assert_close(found.double(), truth(x, weight, bias), rtol=1e-2, atol=1e-2)
     assert found.shape == (3, 5, 77) and found.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_biases_at_the_ends_of_the_range_are_added_as_they_are(dtype):
+    limits = torch.finfo(dtype)
+    bias = torch.zeros(77, dtype=dtype)
+    bias[::8], bias[1::8], bias[2::8], bias[3::8] = -torch.inf, torch.nan, limits.max, limits.smallest_normal
+    weight, x = roomy(77, dtype) * 0, torch.zeros(9, 24, dtype=dtype)
+    found = OddRows("odd_rows", 77, has_bias=True)(x, weight, bias)
+    torch.testing.assert_close(found, bias.expand(9, 77), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "a bias"])
 @pytest.mark.parametrize("rows", [16, 19])
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_batches_are_aligned_and_write_to_no_place_twice(columns, rows, monkeypatch):
+def test_batches_are_aligned_and_write_to_no_place_twice(columns, rows, has_bias, monkeypatch):
     batches = []
     real = torch.bmm
 
@@ -85,7 +109,9 @@ def test_batches_are_aligned_and_write_to_no_place_twice(columns, rows, monkeypa
         return real(a, b, out=out)
 
     monkeypatch.setattr(odd_width_gemm.torch, "bmm", bmm)
-    OddRows("odd_rows", columns)(torch.randn(rows, 24, dtype=torch.bfloat16), roomy(columns, torch.bfloat16))
+    bias = bias_of(columns, torch.bfloat16, has_bias)
+    stored = OddRows("odd_rows", columns, has_bias=has_bias)
+    stored(torch.randn(rows, 24, dtype=torch.bfloat16), roomy(columns, torch.bfloat16), bias)
     period = period_of(columns)
     assert len(batches) == (1 if rows % period == 0 else 2) and sum(len(out) for _, _, out in batches) == period
     counts = torch.zeros(rows, columns)
@@ -121,9 +147,9 @@ def rewritten(model, x=MANY, passes=(pad_linears, store_odd_rows)):
     return module, region, counts
 
 
-@pytest.fixture
-def model():
-    model = Head(bias=False, rows=77)
+@pytest.fixture(params=[False, True], ids=["no bias", "a bias"])
+def model(request):
+    model = Head(bias=request.param, rows=77)
     leave_room(model)
     return model
 
@@ -145,25 +171,47 @@ def short_of_room():
 
 
 class InAutocast(Head):
-    """A head that gets a float32 hidden state."""
+    """A head by itself, whose operands autocast may convert."""
+
+    computes_in = torch.bfloat16
 
     def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=self.computes_in):
             return self.head(torch.tanh(x))
+
+
+class InHalfAutocast(InAutocast):
+    computes_in = torch.float16
+
+
+def bias_in_fp32():
+    model = InAutocast(rows=77)
+    model.head.bias = torch.nn.Parameter(torch.randn(80)[:77])  # with room, which leave_room gives to 16 bits alone
+    return model
 
 
 @pytest.mark.parametrize(
     ("make", "x", "padded"),
     [
-        (lambda: Head(rows=77), MANY, 1),
+        (lambda: Head(rows=77, columns=64), MANY, 1),
+        (lambda: Head(rows=77), MANY[:1], 1),
+        (lambda: InAutocast(rows=77), MANY.float(), 1),
+        (lambda: InAutocast(rows=77), MANY, 1),
+        (lambda: InHalfAutocast(rows=77), MANY, 1),
+        (bias_in_fp32, MANY, 1),
         (lambda: Head(bias=False, rows=77), MANY[:1], 1),
         (lambda: Head(bias=False, rows=61), MANY, 1),
         (short_of_room, MANY, 1),
         (lambda: InAutocast(bias=False, rows=77), MANY.float(), 1),
+        (lambda: InHalfAutocast(bias=False, rows=77), MANY, 1),
         (lambda: Head(bias=False, rows=16), MANY, 0),
     ],
-    ids=["a bias", "few rows", "nothing left for a batch", "no room", "autocast", "even"],
-)
+    ids=[
+        "a bias, operands larger than the result", "a bias, few rows", "a bias, autocast from fp32", "a bias, autocast",
+        "a bias, autocast to fp16", "a bias in fp32", "few rows", "nothing left for a batch", "no room", "autocast from fp32",
+        "autocast to fp16", "even",
+    ],
+)  # fmt: skip
 def test_what_stays_padded(make, x, padded):
     model = make()
     if make is not short_of_room:
@@ -171,13 +219,47 @@ def test_what_stays_padded(make, x, padded):
     assert rewritten(model, x)[2] == [padded, 0]
 
 
-def test_what_is_written_to_a_weight_is_seen_and_one_without_room_ends_it(model):
+@pytest.mark.parametrize("columns", [16, 56])
+def test_operands_with_a_bias_may_be_nearly_as_large_as_the_result(columns):
+    model = Head(rows=77, columns=columns)
+    leave_room(model)
+    assert rewritten(model)[2] == [1, 1]
+    rows = MANY[..., 0].numel()
+    assert packing_bytes(rows, 77, 56) < 2 * rows * 77 * 2 <= packing_bytes(rows, 77, 64)
+
+
+def test_tied_weights_with_a_bias_are_read_where_they_are():
+    class Tied(Head):
+        def __init__(self):
+            super().__init__(rows=77)
+            self.words = torch.nn.Embedding(77, 16, dtype=torch.bfloat16)
+            self.words.weight = self.head.weight
+
+        def forward(self, ids):
+            return self.head(self.words(ids))
+
+    model = Tied()
+    leave_room(model)
+    ids = torch.randint(0, 77, MANY.shape[:2])
+    module, region, counts = rewritten(model, ids)
+    assert counts == [1, 1]
+    with torch.no_grad():
+        model.words.weight.mul_(-2)
+        torch.testing.assert_close(module(*region.example_args)[0], model(ids), rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_written_to_parameters_is_seen_and_a_weight_without_room_ends_it_but_with_a_bias(model):
     module, region, _ = rewritten(model)
     with torch.no_grad():
-        model.head.weight.mul_(-3)
-        torch.testing.assert_close(module(*region.example_args)[0], model(MANY), rtol=1e-2, atol=1e-2)
-    with pytest.raises(LayoutChanged, match="room"):
-        module(*[value.clone() if value is model.head.weight else value for value in region.example_args])
+        for parameter in model.head.parameters():
+            parameter.mul_(-3)
+            torch.testing.assert_close(module(*region.example_args)[0], model(MANY), rtol=1e-2, atol=1e-2)
+        moved = [value.clone() if value is model.head.weight else value for value in region.example_args]
+        if model.head.bias is None:
+            with pytest.raises(LayoutChanged, match="room"):
+                module(*moved)
+        else:
+            torch.testing.assert_close(module(*moved)[0], model(MANY), rtol=1e-2, atol=1e-2)
 
 
 def test_inductor_gets_the_linear_back(model):
@@ -201,36 +283,46 @@ def test_it_is_expected_to_save_the_copy_for_more_launches(model):
         for name in ("pad-gemm", "odd-width-gemm")
     ]
     _, priced = price_passes(rows, bench, capture, 100)
-    assert priced.predicted_saving_ns == 2 * MANY[..., 0].numel() * 77 * 2 - 3 * 100
+    rows = MANY[..., 0].numel()
+    saved = 2 * rows * 77 * 2 - 3 * 100
+    packed = 0 if model.head.bias is None else (rows + 77) * (16 + 8 + 8 + 16 + 8) * 2 + 4 * 100  # reads, and writes
+    assert priced.predicted_saving_ns == saved - packed
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs cuBLAS, and this machine has no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "a bias"])
 @pytest.mark.parametrize(("rows", "columns", "width"), [(4096, 50257, 768), (2050, 30522, 768), (600, 1001, 256), (37, 77, 64)])
-def test_on_a_gpu(rows, columns, width, dtype):
+def test_on_a_gpu(rows, columns, width, has_bias, dtype):
     weight = roomy(columns, dtype, width).cuda()
     wide = torch.full((roomy_rows(columns), width), float("nan"), dtype=dtype, device="cuda")
     wide[:columns] = weight
     x = torch.randn(rows, width, dtype=dtype, device="cuda")
-    found, eager = OddRows("odd_rows", columns)(x, wide[:columns]), torch.nn.functional.linear(x, weight)
+    bias = torch.randn(columns, dtype=dtype, device="cuda").mul(5) if has_bias else None
+    found = OddRows("odd_rows", columns, has_bias=has_bias)(x, wide[:columns], bias)
+    eager = torch.nn.functional.linear(x, weight, bias)
     assert not found.isnan().any()
     for first in range(0, rows, 512):
         part = slice(first, first + 512)
-        exact = x[part].double() @ weight.double().t()
+        exact = truth(x[part], weight, bias)
         error, own = (found[part].double() - exact).norm(), (eager[part].double() - exact).norm()
         assert error <= 1.1 * own
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="looks at kernels, and this machine has no CUDA device")
-def test_all_products_run_on_kernels_for_aligned_operands():
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "a bias"])
+def test_all_products_run_on_kernels_for_aligned_operands(has_bias):
     x = torch.randn(4096, 768, dtype=torch.bfloat16, device="cuda")
     weight = torch.randn(roomy_rows(50257), 768, dtype=torch.bfloat16, device="cuda")[:50257]
-    stored = OddRows("odd_rows", 50257)
-    stored(x, weight)
+    bias = torch.randn(50257, dtype=torch.bfloat16, device="cuda") if has_bias else None
+    stored = OddRows("odd_rows", 50257, has_bias=has_bias)
+    stored(x, weight, bias)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        stored(x, weight)
+        stored(x, weight, bias)
         torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert kernels and not any("align1" in name or "align2" in name for name in kernels), kernels
+    joins = [name for name in kernels if "CatArray" in name]
+    assert bool(joins) == has_bias and all("_vectorized" in name or "_aligned" in name for name in joins), kernels
