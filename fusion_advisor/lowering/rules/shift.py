@@ -106,7 +106,7 @@ def _in_copy(lowering: Lowering, place: Place, size: int, whole: int) -> Place:
         return place
     low, high = lowering.range_of(place)
     if low // size == high // size:
-        return place.moved(-(low // size) * size)
+        return place.moved(-int(low // size) * size)
     try:
         return reshaped((place,), (whole,), (whole // size, size), lowering.nest.extents)[1]
     except CutLoop:
