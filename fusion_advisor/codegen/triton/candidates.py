@@ -1,4 +1,7 @@
-"""Launch parameters of Triton kernels to try after the backend's own choice."""
+"""Launch parameters of Triton kernels to try after the backend's own choice.
+
+Figures: ``docs/measurements/compile_ahead.md``.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def search(program: Program) -> Search:
     warps, rows, cols = own.num_warps, own.constants.get("BLOCK_ROWS", 1), own.constants["BLOCK_COLS"]
     if is_looped:
         # Of rows that the L1 cache is to hold from walk to walk only a few may be under way: those of 80 kB two at a time.
-        # Of 12 tunings of such rows on an H200 none chose fewer warps or columns. A group norm takes 1 s to compile for each.
+        # Of 12 tunings of walked rows on an H200 none chose fewer warps or columns. A group norm takes 1 s to compile for each.
         second = (4096, 32) if rows_stay_cached([plan]) else (8192, 16)
         return found([Tuning(block_cols=c, num_warps=w) for c, w in ((4096, 16), second)])
     if plan.kind == "flat":
