@@ -21,8 +21,8 @@ RESAMPLES = frozenset(
 )
 """Ops that read images at another resolution, each result from one to four neighbours."""
 
-SHIFTS = frozenset(["constant_pad_nd", "pad", "roll"])
-"""Ops that return their argument's elements at other positions, and numbers where there are none."""
+SHIFTS = frozenset(["constant_pad_nd", "pad", "repeat", "roll"])
+"""Ops that return their argument's elements at other positions, once or more often, and numbers where there are none."""
 
 PRODUCT_OPERANDS: Mapping[str, tuple[int, ...]] = {"linear": (0, 1, 2), "mm": (0, 1), "addmm": (1, 2, 0)}
 """Matrix products of a matrix that a model computes: positions of that matrix, of the weight, and of the bias if there is one."""

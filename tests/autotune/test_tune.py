@@ -19,6 +19,8 @@ from fusion_advisor.codegen.layout_copy import rows_copy
 from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.patterns import lower_reference
 from tests.kernel_cases import programs
+from tests.kernel_cases.lowered import lower_function
+from tests.kernel_cases.window_cases import CASES
 
 HEADER = Header(title="rmsnorm", summary="a test", origin="a test")
 CUDA = torch.device("cuda", 0)
@@ -115,6 +117,15 @@ def test_candidates_are_few_and_launch_differently(backend, program):
         assert len(found) >= 3
 
 
+def sizes_of(text):
+    return {name: int(number) for name, _, number in (item.partition("=") for item in text.split())}
+
+
+def elements_of_a_thread(text):
+    sizes = sizes_of(text)
+    return sizes["BLOCK_COLS"] * sizes.get("BLOCK_ROWS", 1) / sizes["num_warps"] / 32
+
+
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("rope", [False, True])
 def test_few_elements_get_threads_with_little_to_do(backend, rope):
@@ -125,13 +136,32 @@ def test_few_elements_get_threads_with_little_to_do(backend, rope):
     assert asked[1] != declared and [tuning for tuning, _ in candidates(large, "triton", [declared])][1] == declared
 
     def each(text):
-        sizes = {name: int(number) for name, _, number in (item.partition("=") for item in text.split())}
-        if backend == "cuda":
-            return sizes["PACKS"] * sizes["VEC"]
-        return sizes["BLOCK_COLS"] * sizes.get("BLOCK_ROWS", 1) / sizes["num_warps"] / 32
+        sizes = sizes_of(text)
+        return sizes["PACKS"] * sizes["VEC"] if backend == "cuda" else elements_of_a_thread(text)
 
     assert min(each(text) for _, text in candidates(program, backend)) <= 2
     assert min(each(text) for _, text in candidates(large, backend)) >= 4
+
+
+@pytest.mark.parametrize("size", [56, 28])
+def test_threads_that_read_windows_get_no_more_elements_than_in_the_first_launch(size):
+    """Triton compiles larger tiles of 11 loads in twice the time, and they have no registers for them."""
+    images = torch.randn(16, 64, size, size, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    inputs = (images, torch.randn(64, 1, 1, dtype=torch.bfloat16), torch.randn_like(images))
+    pooled = candidates(lower_function(CASES["mean less itself, last"][0], *inputs)[0].program, "triton")
+    plain = candidates(lower_function(lambda x, scale, residual: residual + scale * x, *inputs)[0].program, "triton")
+    assert len(pooled) >= 3 and len(plain) >= 4
+    assert max(elements_of_a_thread(text) for _, text in pooled) == elements_of_a_thread(pooled[0][1])
+    assert max(elements_of_a_thread(text) for _, text in plain) > elements_of_a_thread(plain[0][1])
+
+
+@pytest.mark.parametrize("cols", [40960, 200704])
+def test_rows_that_are_walked_are_tried_with_at_least_the_warps_of_the_first_launch(cols):
+    program = programs.softmax(64, cols)
+    tunings = candidates(program, "triton")
+    assert tunings[0][1] == "BLOCK_ROWS=1 BLOCK_COLS=4096 num_warps=8"
+    assert len(tunings) == 3
+    assert all(tuning.num_warps >= 16 and tuning.block_cols >= 4096 for tuning, _ in tunings[1:])
 
 
 def test_a_manifest_s_tunables_come_before_derived_ones():

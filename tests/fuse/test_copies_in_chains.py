@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 import fusion_advisor as fa
+from fusion_advisor.chains.find import find_groups
 from fusion_advisor.chains.op_inputs import copies_runs
 from fusion_advisor.fuse.plan.options import Budgets
+from fusion_advisor.fuse.plan.plan import judge_with
+from fusion_advisor.lowering.lower import lower
 from tests.kernel_cases.lowered import records
 from tests.tiny import BANDWIDTH
 
@@ -40,6 +43,22 @@ def test_transposes_short_runs_and_what_is_repeated_are_left_to_others():
     assert copies(lambda x: windows(x) * 2, torch.randn(2, 6, 8, 8)) == []
     assert copies(lambda x: x[:, :, None].expand(2, 6, 3, 8, 32).reshape(2, 18, 8, 32) * 2) == []
     assert copies(lambda x: x.contiguous() * 2) == []  # there is nothing to copy
+
+
+def test_a_copy_and_a_repeat_of_it_are_one_chain():
+    """As DeBERTa's position keys: neither is written to memory before the other reads it."""
+
+    def keys(x, weight, queries):
+        heads = (x @ weight).view(1, 24, 4, 32).permute(0, 2, 1, 3).contiguous().view(-1, 24, 32)
+        return queries.bmm(heads.repeat(5, 1, 1).transpose(1, 2))
+
+    ops = records(keys, torch.randn(1, 24, 128), torch.randn(128, 128), torch.randn(20, 24, 32))
+    groups = find_groups(ops, lambda members, outputs: judge_with(ops, members, outputs))
+    (group,) = [group for group in groups if any(".repeat." in ops[index].target for index in group.members)]
+    assert [ops[index].target.split(".")[1] for index in group.members] == ["contiguous", "view", "repeat"]
+    lowered = lower(ops, list(group.members), list(group.outputs))
+    assert [value.op for value in lowered.program.values] == ["load"]
+    assert lowered.program.dims == (5, 4, 24, 32)
 
 
 class Windows(nn.Module):

@@ -162,7 +162,7 @@ _OWN: dict[str, tuple[float, Proposal]] = {
     "cat": (2.0, layout.cat("cat")),
     "stack": (1.0, layout.cat("stack")),
     "repeat_interleave": (0.5, layout.repeat_interleave),
-    "repeat": (0.3, layout.view("X.repeat(2, *[1] * (X.dim() - 1))", 1)),
+    "repeat": (0.5, layout.repeat),
     "embedding": (0.8, memory.embedding),
     "index_select": (0.8, memory.index_select),
     "gather": (0.7, memory.gather),

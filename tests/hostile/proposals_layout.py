@@ -123,6 +123,13 @@ def repeat_interleave(d: Draw) -> str:
     return f"{x}.repeat_interleave({d.pick('2', '3')}, dim={d.dim(x)})"
 
 
+def repeat(d: Draw) -> str:
+    """Copies along any dims, further dims ahead of them at times."""
+    x = d.rank(1)
+    counts = [d.random.choice((1, 1, 2, 3)) for _ in range(d.values[x].dim() + d.chance(0.3))]
+    return f"{x}.repeat({counts})"
+
+
 def unflatten(d: Draw) -> str:
     x = d.any(lambda value: value.dim() > 0 and value.shape[-1] % 2 == 0)
     return f"{x}.unflatten(-1, (2, -1))"

@@ -1,4 +1,7 @@
-"""Pools in chains, and group norms of images in channels last. Run as a script: Triton kernels of some in the interpreter."""
+"""Pools and repeats in chains, and group norms of images in channels last.
+
+Run as a script: Triton kernels of some in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,18 @@ def normed_last(x, weight, bias):
     return functional.group_norm(x * 2, 1, weight, bias).contiguous(memory_format=LAST)
 
 
+def repeated(x):
+    return (x * 2).repeat(2, 1, 1, 3) + 1
+
+
+def repeated_and_cut(x, residual):
+    return residual - torch.relu(x).repeat(3, 1, 2, 1, 1)[:, :, 1:-1]
+
+
+def heads_repeated(x):
+    return x.flatten(1, 2).permute(0, 2, 1).unflatten(2, (2, -1)).permute(0, 2, 1, 3).contiguous().flatten(0, 1).repeat(3, 1, 1)
+
+
 def _cases():
     for layout in (LAST, FIRST):
         name = "last" if layout is LAST else "first"
@@ -49,6 +64,9 @@ def _cases():
         yield f"mean over a number, {name}", (over_a_number, layout, (1, 8, 9, 7))
         yield f"maximum, {name}", (stem, layout, IMAGES)
         yield f"dilated maximum, {name}", (dilated, layout, IMAGES)
+        yield f"repeat, {name}", (repeated, layout, IMAGES)
+        yield f"cut repeat, {name}", (repeated_and_cut, layout, IMAGES, (3, 2, 30, 6, 7))
+    yield "repeat of copied heads", (heads_repeated, FIRST, (2, 4, 8, 7))
     yield "group norm, last", (normed_last, LAST, IMAGES, (16,), (16,))
     yield "group norm of odd channels, last", (normed_last, LAST, (2, 9, 5, 3), (9,), (9,))
     yield "group norm in parts, last", (normed_last, LAST, (2, 24, 30, 27), (24,), (24,))
@@ -57,7 +75,8 @@ def _cases():
 CASES = dict(_cases())
 INTERPRETED = (
     "mean less itself, last", "mean less itself, first", "padded mean, last", "mean over a number, first", "maximum, last",
-    "group norm, last", "group norm in parts, last",
+    "repeat, last", "repeat, first", "cut repeat, last", "repeat of copied heads", "group norm, last",
+    "group norm in parts, last",
 )  # fmt: skip
 
 

@@ -1,10 +1,13 @@
-"""Launch parameters of Triton kernels to try after the backend's own choice."""
+"""Launch parameters of Triton kernels to try after the backend's own choice.
+
+Figures: ``docs/measurements/compile_ahead.md``.
+"""
 
 from __future__ import annotations
 
 from math import prod
 
-from fusion_advisor.codegen.common.arguments import FEW_ROWS
+from fusion_advisor.codegen.common.arguments import FEW_ROWS, Schedule
 from fusion_advisor.codegen.common.column_passes import column_passes
 from fusion_advisor.codegen.common.descriptor import Search
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of, largest
@@ -13,6 +16,12 @@ from fusion_advisor.codegen.triton.body import rows_stay_cached
 from fusion_advisor.codegen.triton.tiling import choose_shape, walks_columns
 from fusion_advisor.ir.program import TINY_ELEMENTS, Program, is_tiny
 from fusion_advisor.records import Tuning
+
+_MANY_LOADS = 8
+"""Elements that a thread reads for each one it writes, from which on it has registers for no more than the own choice gives it.
+
+All loads are under way at once: 11 for each of 32 elements of a thread are more than its 255 registers, and take long to compile.
+"""
 
 
 def search(program: Program) -> Search:
@@ -30,9 +39,9 @@ def search(program: Program) -> Search:
     warps, rows, cols = own.num_warps, own.constants.get("BLOCK_ROWS", 1), own.constants["BLOCK_COLS"]
     if is_looped:
         # Of rows that the L1 cache is to hold from walk to walk only a few may be under way: those of 80 kB two at a time.
-        few = ((4096, 32), (4096, 16), (8192, 32), (2048, 8), (4096, 4))
-        many = ((4096, 16), (2048, 8), (8192, 16), (2048, 4), (4096, 4))
-        return found([Tuning(block_cols=c, num_warps=w) for c, w in (few if rows_stay_cached([plan]) else many)])
+        # Of 12 tunings of walked rows on an H200 none chose fewer warps or columns. A group norm takes 1 s to compile for each.
+        second = (4096, 32) if rows_stay_cached([plan]) else (8192, 16)
+        return found([Tuning(block_cols=c, num_warps=w) for c, w in ((4096, 16), second)])
     if plan.kind == "flat":
         blocks = ((2048, 4), (1024, 2), (4096, 8), (512, 4), (512, 2))
         tiny = ((256, 4), (128, 1), (128, 4), (512, 4), (256, 1))
@@ -41,12 +50,7 @@ def search(program: Program) -> Search:
         heights = ((256, 4), (128, 2), (128, 4), (64, 1), (512, 4))
         return found([Tuning(block_rows=max(1, n // cols), num_warps=w) for n, w in heights])
     if plan.kind == "tiled":
-        taller = [
-            Tuning(block_rows=r, num_warps=w) for r, w in ((rows * 2, warps), (rows * 2, warps * 2), (rows * 4, 8)) if r <= 1024
-        ]
-        # The best tile of rope on an H200: 8 rows of 64 took 34.5 and 10.14 µs on two shapes, the own choice 34.8 and 10.45 µs.
-        small = Tuning(block_rows=max(1, 512 // (cols * (2 if plan.has_pairs else 1))), num_warps=4)
-        return found([small, *taller, Tuning(block_rows=max(1, rows // 2), num_warps=warps)])
+        return found(_tiles(plan, rows, cols, warps))
     around = [Tuning(num_warps=w) for w in (warps * 2, warps // 2, warps * 4) if 1 <= w <= 32]
     if prod(program.dims) <= TINY_ELEMENTS and cols <= 128:
         around[:0] = [Tuning(block_rows=4, num_warps=4), Tuning(block_rows=2, num_warps=1)]
@@ -57,3 +61,14 @@ def search(program: Program) -> Search:
     is_wide = is_plain and program.dims[-1] > 4096 and plan.row_count >= FEW_ROWS
     walked = [Tuning(block_cols=4096, num_warps=16)] if is_wide else []
     return found([*walked, *narrow[:1], *around, *narrow[1:]])
+
+
+def _tiles(plan: Schedule, rows: int, cols: int, warps: int) -> list[Tuning]:
+    """Tiles of other heights than the backend's own choice."""
+    heights = [(rows * 2, warps), (rows * 2, warps * 2), (rows * 4, 8)]
+    if len(plan.loads) >= _MANY_LOADS:
+        heights = [(height, own) for height, own in heights if height * warps <= rows * own]
+    taller = [Tuning(block_rows=height, num_warps=own) for height, own in heights if height <= 1024]
+    # The best tile of rope on an H200: 8 rows of 64 took 34.5 and 10.14 µs on two shapes, the own choice 34.8 and 10.45 µs.
+    small = Tuning(block_rows=max(1, 512 // (cols * (2 if plan.has_pairs else 1))), num_warps=4)
+    return [small, *taller, Tuning(block_rows=max(1, rows // 2), num_warps=warps)]

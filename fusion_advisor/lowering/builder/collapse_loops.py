@@ -22,7 +22,8 @@ from fusion_advisor.lowering.builder.unroll import Loops, one_run, written_out
 if TYPE_CHECKING:
     from fusion_advisor.lowering.builder.builder import Lowering
 
-_MOST_DIMS = 5
+MOST_DIMS = 5
+"""Dims that the loop nest of a kernel may have."""
 _PARAMETER_NAMES = frozenset({"weight", "bias", "gamma", "beta", "scale", "inv_freq"})
 
 
@@ -43,7 +44,7 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
     addresses = [value.strides for value in live if value.op in ADDRESSED] + [store.strides for store in stores]
     kept = {value.dim for value in live if value.op in ("index", "size")} - set(row)
     groups = _collapse(loops, order, addresses, kept)
-    if len(groups) > _MOST_DIMS:
+    if len(groups) > MOST_DIMS:
         raise CannotLower("FA603", f"the loop nest {lowering.nest.shape} has {len(groups)} dims that do not collapse")
     if row and groups[-1] != row:
         raise CannotLower("FA603", "the reduced dims do not form one run of memory")

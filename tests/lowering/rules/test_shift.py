@@ -1,4 +1,4 @@
-"""Pads and rolls, against torch in fp64; nothing is read outside a tensor."""
+"""Pads, rolls and repeats, against torch in fp64; nothing is read outside a tensor."""
 
 from __future__ import annotations
 
@@ -49,6 +49,48 @@ def test_rolls(shifts, dims):
 
 def test_a_roll_of_rows_is_read_by_a_norm():
     check(lambda x: functional.layer_norm(torch.roll(x, (1, -1), (0, 1)) + 1, (6,)), rand(3, 4, 6), rtol=1e-10)
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 3, 4), (1, 1, 1), (5, 1, 2, 1), (2, 3, 1, 1, 1)])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (3, 1, 5), (1, 4, 1)])
+def test_repeats(counts, shape):
+    check(lambda x: (x * 2).repeat(counts) + 1, rand(*shape))
+
+
+def test_copies_along_few_dims_are_a_loop_of_their_own():
+    """No remainder is computed; of a sixth dim one is, because a kernel has five loops at most."""
+    program = check(lambda x: x.repeat(7, 1, 2) + 1, rand(3, 4, 5))
+    assert program.dims == (7, 12, 2, 5)
+    assert all(value.op != "remainder" for value in program.values)
+    program = check(lambda x: x.repeat(2, 2, 2) + 1, rand(3, 4, 5))
+    assert [value.op for value in program.values].count("remainder") == 1
+
+
+def test_a_repeat_of_what_lies_in_another_order():
+    check(lambda x: (x.transpose(0, 2) * 2).repeat(2, 1, 3) + 1, rand(3, 4, 5))
+    images = rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    check(lambda x: (x * 2).repeat(1, 2, 1, 2) + 1, images)
+
+
+def test_a_repeat_is_read_by_what_does_not_begin_where_a_copy_does():
+    program = check(lambda x: (x * 2).repeat(3, 1)[1:8] + 1, rand(3, 6))
+    assert any(value.op == "remainder" for value in program.values)
+    check(lambda x: torch.roll(x.repeat(1, 2) * 2, 5, 1) + 1, rand(3, 6))
+    check(lambda x: functional.pad(x.repeat(2, 2) * 2, (1, 2, 1, 0)) + 1, rand(3, 6))
+    check(lambda x: x.repeat(4, 1)[3:6] + 1, rand(3, 6))  # one copy: no remainder
+
+
+def test_a_repeat_is_read_by_a_norm_and_reads_one():
+    check(lambda x: functional.layer_norm(x.repeat(2, 1, 1) + 1, (6,)), rand(3, 4, 6), rtol=1e-10)
+    check(lambda x: functional.layer_norm(x.repeat(1, 1, 2) + 1, (12,)), rand(3, 4, 6), rtol=1e-10)
+    check(lambda x: functional.layer_norm(x, (6,)).repeat(2, 3, 1) + 1, rand(3, 4, 6), rtol=1e-10)
+    with pytest.raises(CannotLower, match="not the chain's loop nest"):
+        lower_function(lambda x: functional.layer_norm(x, (6,)).repeat(1, 1, 2) + 1, rand(3, 4, 6))
+
+
+def test_a_repeat_of_nothing():
+    check(lambda x: (x * 2).repeat(0, 1) + 1, rand(3, 6))
+    check(lambda x: (x * 2).repeat(2, 1) + 1, rand(0, 6))
 
 
 def test_a_norm_is_not_computed_for_rows_that_are_not_there():

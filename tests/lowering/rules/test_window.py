@@ -142,6 +142,17 @@ def test_lowering_computes_it(name):
     check(CASES[name][0], *make_inputs(name, torch.float64), rtol=1e-9, atol=1e-9)
 
 
+def test_places_are_counted_by_the_conditions_of_the_loads():
+    """A kernel asks where it is once: no integer is computed but those that are compared with the borders."""
+    images = rand(2, 3, 6, 7)
+    program = check(lambda x: functional.avg_pool2d(x, 3, 1, 1, False, False) + 1, images)
+    compared = [value.op for value in program.values if value.op in ("ge", "lt")]
+    integers = {value.op for value in program.values if value.dtype == "int64"}
+    assert compared == ["ge", "lt", "ge", "lt"] and integers == {"index", "const", "add"}
+    rendered = backend_of("triton").render(program, HEADER, tuning=Tuning(), fast_math=False)
+    assert "int64" not in rendered.source.split("INDEX: tl.constexpr")[1]
+
+
 @needs_compiler
 @pytest.mark.parametrize("backend", ["cpp", "cuda"])
 def test_kernels_compute_it_on_the_host(tmp_path, backend):
