@@ -249,7 +249,9 @@ def _from_schema(name: str) -> Proposal:
                 continue
             if "Optional" in kind:
                 continue
-            if kind == "Tensor":
+            if str(argument.real_type) == "ScalarType":
+                text = f"{x}.dtype"  # of what the op was given before, which torch's own fakes do not check
+            elif kind == "Tensor":
                 text = x if position == 0 else d.partner(x)
             elif kind in ("number", "float"):
                 text = d.scalar(x)

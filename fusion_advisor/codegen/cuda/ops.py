@@ -219,7 +219,7 @@ class CudaWriter(Writer):
             return f"first <= {self.text(self.plan.program.values[number].args[1]).at(SUM)}"
         value, width = self.plan.program.values[number], vector_width(self.plan)
         is_of_index = any(self.plan.program.values[n].op == "index" for n in value.args)
-        if not self.plan.has_col(number) and not is_of_index:
+        if not self.plan.has_col(number) and (self.is_named(number) or not is_of_index):
             return self.text(number).at(ATOM)
         if value.op in ("and", "or"):
             parts = [self.pack_guard(n) for n in value.args]

@@ -65,7 +65,7 @@ def test_a_file_may_ask_for_ranges(run: Run, fake: Core) -> None:
             "--phase forward or prefill",
         ),
         (("--shapes", "batch=1..4", "--phase", "generate"), "hold a cache of fixed size", "--phase forward or prefill"),
-        (("--shapes", "batch=1..4", "--phase", "train"), "a training step holds labels", "--phase forward or prefill"),
+        (("--shapes", "batch=1..4", "--phase", "train"), "verified for the sizes of its example", "--phase forward or prefill"),
         (("--shapes", "batch=1..4", "--dry-run"), "a dry run times nothing", "leave one of them out"),
     ],
 )
