@@ -4,7 +4,7 @@ The floor is what one kernel per site could not beat: the bytes it must move ove
 launch. The saving shown is an upper bound and is never added up: rows share inputs with each other and with GEMMs.
 
 An op by itself is a row too where its own kernel is clearly slower than that: a reduction always, a pointwise op or a copy of
-whole runs as :data:`_SLOW_SHARE` says.
+whole runs as :data:`_SLOW_SHARE` says (``docs/measurements/zoo.md``).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Each workload is an ``apply`` in a process of its own, with compilers' caches of
 when one takes too long. With ``--gpus N`` N workloads run at a time, each on a GPU of its own. With ``--ahead N`` N more for each
 GPU build their models on the CPU meanwhile and wait for their turn; waiting counts neither for the limit nor for the row. A
 workload that DIR has a row for is not run again. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``.
+Figures: ``docs/measurements/zoo.md``.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ class _How:
 
 def _timed_in_turn(ready: Sequence[_Ready], how: _How, *, is_last: bool = False) -> dict[str, Baseline]:
     """Time contenders against each other; the last time for longer, and after rests where the power limit throttles one."""
-    calls, all_s = [one.call for one in ready], how.budget_s * len(ready)
+    calls, all_s = [one.call for one in ready], how.budget_s * len(ready) / (1 if is_last else 2)
     has_peers = any(not one.contender.is_required for one in ready)
     timings = how.instruments.walls(
         calls, on_cuda=how.on_cuda, runs=how.runs, budget_s=all_s, least_s=how.least_s, patience=_PATIENCE if has_peers else 1.0,
