@@ -16,6 +16,7 @@ import torch
 from fusion_advisor.records import ULP_ENDS, Numerics, TensorMeta, Tolerance
 from fusion_advisor.verify import special_inputs, special_values
 from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
+from fusion_advisor.verify.domains import within_domain
 from fusion_advisor.verify.row_tables import random_table
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
@@ -43,7 +44,7 @@ def check_chain(
         tolerance: the user's limit instead.
     """
     read = chain.rows_read(roots)
-    trials = [list(roots), *(random_like(roots, seed + number, scale, read) for number, scale in enumerate(SCALES))]
+    trials = [list(roots), *(within_domain(chain, random_like(roots, seed + n, scale, read)) for n, scale in enumerate(SCALES))]
     findings = special_values.Findings()
     reach = chain.reach(trials[1]) if chain.in_place else [None] * len(chain.outputs)
     special_values.check_behaviour(chain, fused, trials[1], reach, findings)  # ahead of all: inputs that were spoilt stay so
@@ -141,7 +142,8 @@ def _compare_all(
     tolerance: Tolerance | None,
     sums_overflow: bool = False,
 ) -> None:
-    for title, given in sets:
+    for title, made in sets:
+        given = within_domain(chain, made)
         reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
         oracle, eager = chain.run(chain.copy_written(given), as_float64=True), chain.run(chain.copy_written(given))
         nearby = chain.run(chain.copy_written(given), as_float64=True, widen=special_inputs.perturbing(seed))
