@@ -106,6 +106,7 @@ _OWN: dict[str, tuple[float, Proposal]] = {
         )
     },
     "prelu": (0.6, elementwise.prelu),
+    **{f"_{of}_backward_data": (1.0, rows.softmax_gradient(of)) for of in ("softmax", "log_softmax")},
     **{
         name: (1.5, rows.reduction(name))
         for name in (
@@ -239,8 +240,11 @@ def _from_schema(name: str) -> Proposal:
         packet = getattr(torch.ops.aten, name, None)
         if packet is None:
             raise Nothing
-        overload = d.random.choice([one for one in packet.overloads() if "out" not in one and "dim" not in one.lower()[:0]])
-        schema = getattr(packet, overload)._schema
+        schemas = {one: getattr(packet, one)._schema for one in packet.overloads()}
+        overload = d.random.choice(
+            [one for one, schema in schemas.items() if not any(given.is_out for given in schema.arguments)]
+        )
+        schema = schemas[overload]
         x = d.number()
         arguments = []
         for position, argument in enumerate(schema.arguments):

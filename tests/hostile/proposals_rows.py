@@ -91,3 +91,14 @@ def matmul(d: Draw) -> str:
         return f"torch.matmul({x}, {weight})"
     bias = f", {d.input((8,), d.values[x].dtype, layout='dense')}" if d.chance(0.5) else ""
     return f"functional.linear({x}, {weight}{bias})"
+
+
+def softmax_gradient(of: str) -> Proposal:
+    """Call the gradient of ``softmax`` or ``log_softmax`` on a result of it: of any other shape torch reads past its end."""
+
+    def propose(d: Draw) -> str:
+        x = d.float(1)
+        dim = d.dim(x)
+        return f"torch.ops.aten._{of}_backward_data.default({x}, torch.{of}({x}, {dim}), {dim}, {x}.dtype)"
+
+    return propose
