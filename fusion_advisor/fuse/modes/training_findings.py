@@ -93,7 +93,7 @@ def _rewrites(entries: Sequence[Entry], refusal_of: Callable[[Entry], str]) -> l
 
 
 def check_of_all(checks: Sequence[ModelCheck]) -> ModelCheck | None:
-    """Return one check for several graphs: the worst gradient or output of any of them, beside eager's own error.
+    """Return one check for several graphs: the worst gradient or output of any of them, and eager's own error.
 
     Args:
         checks: of graphs that run as they were rewritten, or of those that do not where none does.

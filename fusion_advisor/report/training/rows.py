@@ -35,7 +35,7 @@ def shares(report: Report) -> str:
 
 
 def gradient_line(check: ModelCheck) -> str:
-    """How many gradients were compared, and the worst of them beside eager's own error; empty where none were.
+    """How many gradients were compared, and the worst of them with eager's own error; empty where none were.
 
     As a headline's points it ends in no full stop.
     """
