@@ -23,6 +23,8 @@ from fusion_advisor.records import Capture, Chain, Match, NoMatch, OpNode, Tunin
 
 _NAME_OPS = 6
 _LONGEST_TITLE = 40
+_LONGEST_NAME = 64
+"""Letters of a generated kernel's name; a report with names of 80 or more is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,11 +200,12 @@ def _left_out(kernel: str, only: Sequence[str], skip: Sequence[str]) -> str | No
 
 
 def generated_name(op_names: Sequence[str], program: Program) -> str:
-    """Name a generated kernel after its chain; four hex digits distinguish variants of one chain."""
-    kept = list(op_names[:_NAME_OPS])
+    """Name a generated kernel after its chain's first ops; four hex digits distinguish variants of one chain."""
     digest = hashlib.sha256(layout_key(program).encode()).hexdigest()[:4]
-    clean = ["".join(letter for letter in name if letter.isalnum() or letter == "_") for name in kept]
-    return "_".join([*clean, digest])
+    words = ["".join(letter for letter in name if letter.isalnum() or letter == "_") for name in op_names[:_NAME_OPS]]
+    while len("_".join([*words, digest])) > _LONGEST_NAME and len(words) > 1:
+        words.pop()
+    return "_".join(["_".join(words)[: _LONGEST_NAME - len(digest) - 1], digest])
 
 
 def module_title(chain: Chain) -> str:

@@ -18,9 +18,7 @@ from fusion_advisor.codegen.gemm.registry import LINEAR_BACKENDS, gemv_backend
 from fusion_advisor.content import content_dir
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
-from fusion_advisor.fuse.stages.gemm_sites import (
-    original_of,
-)
+from fusion_advisor.fuse.stages.gemm_sites import Place, original_of
 from fusion_advisor.fuse.stages.linear_kinds import Kind
 from fusion_advisor.library.manifest import read_spec
 from fusion_advisor.library.spec import LINEAR
@@ -121,10 +119,8 @@ def build(problem: GemvProblem, header: Header, config: GemvConfig, path: Path, 
 def check(bench: Bench, kind: Kind, made: Made, *, seed: int, tolerance: Tolerance | None = None) -> Numerics:
     """Compare a kernel with the ops it replaces: on every site's own tensors, and on the first one's weights and random rows."""
     sites = [original_of(bench, place) for place in kind.places]
-    layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
-    result = bench.ops[kind.places[0].members[-1]].outputs[0]
-    call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
-    first, roots = sites[0]
+    calls = [_bound(bench, place, made, is_poisoned=True) for place in kind.places]
+    (first, roots), call = sites[0], calls[0]
     # Only the activations are scaled: no real model has weights at 32 times their size.
     rows_at = rows_of(kind)
     is_rows = [number in rows_at for number in range(len(roots))]
@@ -132,7 +128,8 @@ def check(bench: Bench, kind: Kind, made: Made, *, seed: int, tolerance: Toleran
     for number, scale in enumerate(SCALES):
         rows = iter(random_like([root for root, is_fresh in zip(roots, is_rows, strict=True) if is_fresh], seed + number, scale))
         fresh.append([next(rows) if is_fresh else root for root, is_fresh in zip(roots, is_rows, strict=True)])
-    trials = [*((chain, call, own) for chain, own in sites), *((first, call, given) for given in fresh)]
+    on_their_own = [(chain, bound, own) for (chain, own), bound in zip(sites, calls, strict=True)]
+    trials = [*on_their_own, *((first, call, given) for given in fresh)]
     text = f"the own tensors of {len(sites)} sites; the first one's weights and random rows ×2, ×32 and ×0.001 in magnitude"
     numerics = check_calls(trials, inputs=f"{text}; the worst is shown", tolerance=tolerance)
     return with_special_rows(numerics, first, call, roots, rows=rows_at, seed=seed, tolerance=tolerance)
@@ -146,23 +143,31 @@ def rows_of(kind: Kind) -> tuple[int, ...]:
 def check_first(bench: Bench, kind: Kind, made: Made, *, tolerance: Tolerance | None = None) -> Numerics:
     """Compare a kernel that passed :func:`check` before with the ops: on a site's own tensors and one set of special rows."""
     chain, roots = original_of(bench, kind.places[0])
-    layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
-    result = bench.ops[kind.places[0].members[-1]].outputs[0]
-    call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
+    call = _bound(bench, kind.places[0], made, is_poisoned=True)
     numerics = check_calls([(chain, call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
     return with_special_rows(numerics, chain, call, roots, rows=rows_of(kind), most_runs=1, tolerance=tolerance)
 
 
 def install(bench: Bench, kind: Kind, made: Made, *, name: str) -> BuiltLinear:
     """Bind a kernel to the sites of its kind."""
-    sites = []
-    for place in kind.places:
-        layouts = [bench.ops[index].outputs[0] for index in place.inputs]
-        call = fused_call(made.kernel.name, made.launch, layouts, [bench.ops[place.members[-1]].outputs[0]])
-        sites.append(
-            SiteRewrite(fusion_id=name, members=place.members, inputs=place.inputs, outputs=place.members[-1:], call=call)
+    sites = [
+        SiteRewrite(
+            fusion_id=name,
+            members=place.members,
+            inputs=place.inputs,
+            outputs=place.members[-1:],
+            call=_bound(bench, place, made),
         )
+        for place in kind.places
+    ]
     return BuiltLinear(id=name, sites=tuple(sites))
+
+
+def _bound(bench: Bench, place: Place, made: Made, *, is_poisoned: bool = False) -> Callable[..., torch.Tensor]:
+    """Bind a kernel to one site's layouts: sites of as many rows may divide them among other dims (``1 x 16`` and ``16``)."""
+    layouts = [bench.ops[index].outputs[0] for index in place.inputs]
+    result = bench.ops[place.members[-1]].outputs[0]
+    return fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=is_poisoned)
 
 
 def header_of(title: str) -> Header:

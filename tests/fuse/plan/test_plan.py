@@ -163,17 +163,31 @@ def test_what_has_no_lowering_says_so():
     assert "cumsum" in plan.answers[0].reason
 
 
-def test_a_generated_name_is_an_identifier_and_tells_variants_apart():
-    def program(function):
-        _, ops, _ = region_of(function, X)
-        members = [op.index for op in ops if op.role == "op"]
-        return lower(ops, members, members[-1:]).program
+def program(function):
+    _, ops, _ = region_of(function, X)
+    members = [op.index for op in ops if op.role == "op"]
+    return lower(ops, members, members[-1:]).program
 
+
+def test_a_generated_name_is_an_identifier_and_tells_variants_apart():
     ops = ["mul"] * 9 + ["we;ird"]
     one = generated_name(ops, program(lambda x: x * 2 + 1))
     assert one.isidentifier() and one.startswith("mul_mul_") and len(one.split("_")) == 7
     assert one != generated_name(ops, program(lambda x: torch.tanh(x * 2 + 1)))
     assert generated_name(["we;ird"], program(lambda x: x * 2)).isidentifier()
+
+
+@pytest.mark.parametrize(
+    ("ops", "words"),
+    [
+        (["upsample_bilinear2d"] * 5 + ["cat"], ["upsample_bilinear2d"] * 3),
+        (["a" * 100, "cat"], ["a" * 59]),
+        (["native_batch_norm_legit", "leaky_relu", "add", "mul"], ["native_batch_norm_legit", "leaky_relu", "add", "mul"]),
+    ],
+)
+def test_a_long_chain_s_name_is_cut_at_a_word(ops, words):
+    name = generated_name(ops, program(lambda x: x * 2))
+    assert name.rpartition("_")[0] == "_".join(words) and len(name) <= 64
 
 
 @pytest.mark.parametrize(

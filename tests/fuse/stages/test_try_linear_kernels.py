@@ -90,8 +90,8 @@ def qwen2_bench():
     return bench_of(decoder())
 
 
-def bench_of(loaded):
-    bench = Bench(capture_regions(loaded.model, (), loaded.kwargs), on_cuda=False)
+def bench_of(loaded, args=()):
+    bench = Bench(capture_regions(loaded.model, args, loaded.kwargs), on_cuda=False)
     return changed_bench(bench, merge_all(bench.live.regions, CopyRoom())[0])[0]
 
 
@@ -257,6 +257,25 @@ def test_wrong_numbers_failed_builds_and_cublas_are_rows():
     assert found["rmsnorm_linear_bias"].status is Status.BUILD_FAILED
     assert (found["linear_residual"].status, found["linear_residual"].reason) == (Status.SLOWER, "cuBLAS is faster")
     assert kept.linears == ()
+
+
+class Probe(torch.nn.Module):
+    """Two linears of as many rows: one divides them among two dims, as a pooling head's query does."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, rows):
+        return self.out(self.query(rows.unsqueeze(0)).relu().view(16, 64))
+
+
+def test_sites_whose_rows_lie_in_other_dims_share_a_kernel():
+    torch.manual_seed(0)
+    loaded = describe_live(Probe().to(torch.bfloat16).eval(), (torch.randn(16, 64, dtype=torch.bfloat16),), {})
+    kept = place(bench=bench_of(loaded, loaded.args))
+    assert [(row.kernel, row.status, row.receipt.sites_found) for row in kept.fusions] == [("linear_bias", Status.KEPT, 2)]
+    assert kept.fusions[0].numerics.is_passed
 
 
 def test_one_wrong_layer_among_right_ones_is_found():
