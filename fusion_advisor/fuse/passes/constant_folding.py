@@ -1,6 +1,8 @@
 """Constant folding: values that nothing outside the graph can change are computed once, when the graph is rewritten.
 
 In transformers' decoders these are the causal mask and the position table, rebuilt at every step by some dozens of small kernels.
+A table that the graph makes and fills in place (BEiT's positions in a window) is folded with its writes, and one in host memory
+that indexes a tensor of the device is stored on the device: copying it there at every call would keep a step out of CUDA graphs.
 
 By default a folded value depends on no input, no buffer and no parameter. A write through ``tensor.data``, a numpy or dlpack
 alias or the storage counts no version in torch, so the host cannot see it, and comparing the sources on the device would take as
@@ -42,14 +44,42 @@ def fold_constants(graph: Graph, region: Region, constants: dict[str, torch.Tens
         How many ops are no longer run.
     """
     literals = literals_of(graph, region)
-    foldable = foldable_nodes(graph, literals)
-    for node in _frontier(foldable, held_bytes(graph)):
+    filled = _filled_storages(graph, literals)
+    foldable = foldable_nodes(graph, literals, filled)
+    of_tables = [node for node in foldable if _touched(node) & filled]
+    frontier = _frontier(foldable, held_bytes(graph))
+    if not foldable.keys() >= set(of_tables):
+        foldable = foldable_nodes(graph, literals)  # part of a table that is filled in place would be too large to hold
+        frontier = _frontier(foldable, held_bytes(graph))
+    for node, value in evaluate(frontier, literals, foldable).items():
         name = f"folded_{len(constants)}"
-        constants[name] = evaluate([node], literals)[node]
+        constants[name] = value
         with graph.inserting_before(node):
             stored = graph.get_attr(name)
         _put(node, stored, foldable)
+        _index_on_device(graph, stored, constants)
+    for node in reversed(list(foldable)):
+        if not node.users:
+            graph.erase_node(node)  # nothing else would take out an op that writes
     return len(foldable)
+
+
+def _index_on_device(graph: Graph, stored: Node, constants: dict[str, torch.Tensor]) -> None:
+    """Let tensors of another device be indexed with a copy of a stored host tensor that lies there."""
+    value = constants[str(stored.target)]
+    for user in list(stored.users):
+        source = user.args[0]
+        if user.target is not torch.ops.aten.index.Tensor or not isinstance(source, Node) or value.device.type != "cpu":
+            continue
+        device = source.meta["val"].device
+        if device.type == "cpu":
+            continue
+        name = f"{stored.target}_on_{device.type}"
+        constants[name] = value.to(device)
+        with graph.inserting_before(user):
+            there = graph.get_attr(name)
+        there.meta = {**stored.meta, "val": stored.meta["val"].to(device)}
+        user.replace_input_with(stored, there)
 
 
 def fold_frozen(graph: Graph, region: Region, constants: dict[str, torch.Tensor]) -> int:
@@ -93,7 +123,7 @@ def frozen_bytes(graph: Graph) -> int:
     return sum(node.meta.get("held_bytes", 0) for node in graph.nodes if isinstance(node.target, Held))
 
 
-def foldable_nodes(graph: Graph, sources: Collection[Node] = ()) -> dict[Node, None]:
+def foldable_nodes(graph: Graph, sources: Collection[Node] = (), filled: Collection[int] = ()) -> dict[Node, None]:
     """Return, in order, the ops that depend on no placeholder, draw nothing at random, and own no memory that others may change.
 
     A stored tensor outlives the call: what the graph writes to (also through a view), or what the caller is given and may write
@@ -102,17 +132,44 @@ def foldable_nodes(graph: Graph, sources: Collection[Node] = ()) -> dict[Node, N
     Args:
         graph: a region's.
         sources: placeholders and stored tensors that an op may depend on all the same.
+        filled: storages that the graph may write to all the same, as keys.
     """
-    shared = {key for node in graph.nodes for key in written_storages(node)}
+    shared = {key for node in graph.nodes for key in written_storages(node)}.difference(filled)
     shared |= {key for node in graph.nodes if node.op == "output" for source in node.all_input_nodes for key in storages(source)}
     allowed = {source for source in sources if not shared & set(storages(source))}
     found: dict[Node, None] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not _is_pure(node) or shared & set(storages(node)):
+        if node.op != "call_function" or shared & set(storages(node)) or not _is_pure(node, filled):
             continue
         if all(source in found or source in allowed for source in node.all_input_nodes):
             found[node] = None
     return found
+
+
+def _filled_storages(graph: Graph, sources: Collection[Node]) -> set[int]:
+    """Return the storages that a graph makes, fills with constants, and reads outside of that only after the last write."""
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    last = {key: order[node] for node in graph.nodes for key in written_storages(node)}
+    others = [node for node in graph.nodes if node.op != "call_function"]
+    given = [source for node in others for source in ([*node.all_input_nodes] if node.op == "output" else [node])]
+    filled = set(last).difference(*(storages(node) for node in given))
+    while filled:
+        found = foldable_nodes(graph, sources, filled)
+        lost = {
+            key
+            for node in graph.nodes
+            for key in _touched(node) & filled
+            if node not in found and (order[node] < last[key] or key in {*storages(node), *written_storages(node)})
+        }
+        if not lost:
+            break
+        filled -= lost
+    return filled
+
+
+def _touched(node: Node) -> set[int]:
+    """Return the storages that an op reads, writes or returns, as keys."""
+    return {*storages(node), *written_storages(node), *(key for source in node.all_input_nodes for key in storages(source))}
 
 
 def literals_of(graph: Graph, region: Region) -> dict[Node, torch.Tensor]:
@@ -201,33 +258,52 @@ def _bytes(node: Node) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
 
 
-def evaluate(nodes: list[Node], literals: Mapping[Node, torch.Tensor] | None = None) -> dict[Node, Any]:
-    """Run the ops that ``nodes`` need and return their values.
+def evaluate(
+    nodes: list[Node], literals: Mapping[Node, torch.Tensor] | None = None, among: Collection[Node] = ()
+) -> dict[Node, Any]:
+    """Run the ops that ``nodes`` need, in the graph's order, and return their values.
 
     Args:
         nodes: none depends on a placeholder.
         literals: tensors of the graph that they read.
+        among: ops that may write to what they read.
     """
+    if not nodes:
+        return {}
     values: dict[Node, Any] = dict(literals or {})
-
-    def value_of(node: Node) -> Any:
-        if node not in values:
-            arguments = torch.fx.node.map_arg(node.args, value_of)
-            keywords = torch.fx.node.map_arg(node.kwargs, value_of)
-            assert callable(node.target)
-            values[node] = node.target(*arguments, **keywords)
-        return values[node]
-
+    needed = _needed(nodes, [node for node in among if written_storages(node)])
     with torch.no_grad():
-        return {node: value_of(node) for node in nodes}
+        for node in nodes[0].graph.nodes:
+            if node in needed and node not in values:
+                arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
+                keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
+                assert callable(node.target)
+                values[node] = node.target(*arguments, **keywords)
+    return {node: values[node] for node in nodes}
 
 
-def _is_pure(node: Node) -> bool:
+def _needed(nodes: Collection[Node], writers: Collection[Node]) -> set[Node]:
+    """Return the ops that lead to ``nodes``: what they read, and what writes to memory that they read."""
+    found, waiting = set(nodes), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        keys = set(storages(node))
+        for source in (*node.all_input_nodes, *(one for one in writers if keys.intersection(written_storages(one)))):
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
+
+
+def _is_pure(node: Node, filled: Collection[int] = ()) -> bool:
+    """Whether an op only computes, or writes to ``filled`` storages alone."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
-        return "fusion_id" in node.meta
-    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+        return "fusion_id" in node.meta and set(written_storages(node)) <= set(filled)
+    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
+    is_writing = node.target._schema.is_mutable and not (filled and set(written_storages(node)) <= set(filled))
+    return not is_writing and not is_random
 
 
 FOLD_CONSTANTS = PassRewrite(

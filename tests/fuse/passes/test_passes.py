@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.fuse.cuda_graph.capturable import host_work
 from fusion_advisor.fuse.passes import constant_folding
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
 from fusion_advisor.fuse.passes.constant_folding import fold_constants, fold_frozen, frozen_bytes, held_bytes
@@ -274,6 +275,71 @@ def test_a_mask_that_is_made_of_a_literal_becomes_the_flag():
     model = Calling(lambda q: sdpa(q, q, q, attn_mask=additive(q.shape[-2])))
     (region,) = capture_regions(model, (Q,), {}).regions
     assert rewrite_region(region, _indices(region), [], [drop_masks])[1] == [1]
+
+
+def positions_in_a_window(side=2):
+    """BEiT's table of relative positions: made, and filled by rows and columns."""
+    table = torch.zeros(side * side + 1, side * side + 1, dtype=torch.int64)
+    table[1:, 1:] = torch.arange(16).view(4, 4) % 7
+    table[0, 0:] = 7
+    table[0:, 0] += 8
+    return table
+
+
+def test_a_table_that_is_filled_in_place_is_folded_with_its_writes():
+    module, changed = rewritten(lambda x: x.flatten()[positions_in_a_window().view(-1)], (Q,), fold_constants)
+    assert changed[0] >= 8
+    assert targets(module) == ["aten.flatten.using_ints", "aten.index.Tensor"]
+    (stored,) = dict(module.named_buffers()).values()
+    assert torch.equal(stored, positions_in_a_window().view(-1))
+
+
+def read_before_it_is_full(x):
+    table = torch.zeros(8)
+    early = x * table
+    table[2:] = 1.0
+    return early + x * table
+
+
+def filled_from_an_input(x):
+    table = torch.zeros(8)
+    table[2:] = x[0, 0, 0, 2:]
+    return x * table
+
+
+def given_back(x):
+    table = torch.zeros(8)
+    table[2:] = 1.0
+    return x * table, table
+
+
+def filled_at_random(x):
+    table = torch.zeros(8)
+    table.uniform_()
+    return x * 0 + (table < 2)
+
+
+@pytest.mark.parametrize("function", [read_before_it_is_full, filled_from_an_input, given_back, filled_at_random])
+def test_a_table_that_others_see_before_or_after_it_is_filled_is_made_at_each_call(function):
+    module, _ = rewritten(function, (Q,), fold_constants)
+    assert any("copy_" in target or "fill_" in target or "uniform_" in target for target in targets(module))
+
+
+def test_a_filled_table_that_is_too_large_to_hold_is_made_at_each_call():
+    def function(x):
+        table = torch.zeros(1, 1).expand(9000, 9000).contiguous()
+        table[0] = 2.0
+        return x * table[:8, 0]
+
+    module, _ = rewritten(function, (Q,), fold_constants)
+    assert "aten.fill_.Tensor" in targets(module)
+
+
+@pytest.mark.gpu
+def test_positions_in_host_memory_are_stored_on_the_device():
+    module, _ = rewritten(lambda x: x.flatten()[positions_in_a_window().view(-1)], (Q.cuda(),), fold_constants)
+    assert {value.device.type for name, value in module.named_buffers() if name.endswith("_on_cuda")} == {"cuda"}
+    assert host_work(module) is None
 
 
 def test_folding_keeps_dtypes_and_layouts():
