@@ -33,14 +33,17 @@ def patches_as_gemm(graph: Graph, _region: Region, _constants: dict[str, torch.T
 
 
 def _is_of_patches(node: Node) -> bool:
-    x, weight, _, stride, padding, dilation, groups = _arguments(node)
+    x, weight, _, stride, padding, dilation, groups = arguments_of(node)
     if not all("val" in source.meta for source in node.all_input_nodes):
         return False  # a constant of the model's own code has no fake value
     picture, window = x.meta["val"].shape, weight.meta["val"].shape[2:]
     if len(picture) != len(window) + 2 or math.prod(window) == 1 or groups != 1:
         return False
     is_side_by_side = all(
-        _at(stride, axis) == size and _at(padding, axis) == 0 and _at(dilation, axis) == 1 and picture[2 + axis] % size == 0
+        at_axis(stride, axis) == size
+        and at_axis(padding, axis) == 0
+        and at_axis(dilation, axis) == 1
+        and picture[2 + axis] % size == 0
         for axis, size in enumerate(window)
     )
     value = node.meta["val"]
@@ -49,7 +52,7 @@ def _is_of_patches(node: Node) -> bool:
 
 
 def _replace(graph: Graph, node: Node) -> None:
-    x, weight, bias, *_ = _arguments(node)
+    x, weight, bias, *_ = arguments_of(node)
     out, added = node, written_out_bias(node)
     if added is not None:
         out, bias = added
@@ -87,13 +90,14 @@ def _replace(graph: Graph, node: Node) -> None:
         graph.erase_node(node)
 
 
-def _arguments(node: Node) -> list[Any]:
-    """The seven arguments of a convolution, those that the call leaves out by their defaults."""
+def arguments_of(node: Node) -> list[Any]:
+    """Return a convolution's seven arguments; defaults stand where the call leaves one out."""
     defaults = [None, None, None, 1, 0, 1, 1]
     return [*node.args, *defaults[len(node.args) :]]
 
 
-def _at(value: Any, axis: int) -> int:
+def at_axis(value: Any, axis: int) -> int:
+    """Return a convolution's option for one axis: one number may stand for all."""
     return int(value if isinstance(value, int) else value[axis if len(value) > 1 else 0])
 
 

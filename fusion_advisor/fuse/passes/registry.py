@@ -17,6 +17,7 @@ from fusion_advisor.fuse.passes.pad_gemm import ODD_WIDTH_GEMM, PAD_GEMM
 from fusion_advisor.fuse.passes.patch_conv_to_gemm import PATCH_GEMM
 from fusion_advisor.fuse.passes.slice_pushdown import NARROW_ROWS
 from fusion_advisor.fuse.passes.split_bias import SPLIT_BIASES
+from fusion_advisor.fuse.passes.window_conv_to_gemm import WINDOW_GEMM
 from fusion_advisor.fuse.rewrite.record import LayoutRewrite, PassRewrite, Rewrite
 from fusion_advisor.records import GraphRewrite, RewriteStage, Status
 
@@ -32,6 +33,7 @@ REWRITES: tuple[Rewrite, ...] = (
     PAD_GEMM,
     ODD_WIDTH_GEMM,
     PATCH_GEMM,
+    WINDOW_GEMM,
     FOLD_CONSTANTS,
     FOLD_FROZEN,
     NARROW_ROWS,

@@ -22,7 +22,8 @@ quick, planted, pytestmark = test_pipeline.quick, narrow.planted, test_pipeline.
 IDS = [
     "contiguous-rows", "channels-last",
     "drop-masks", "group-heads", "share-masks", "share-values", "batch-counters", "split-biases", "pad-gemm", "odd-width-gemm",
-    "patch-gemm", "fold-constants", "fold-frozen", "narrow-rows", "merge-gemms", "gemm-epilogue", "linear-kernels", "cuda-graph",
+    "patch-gemm", "window-gemm", "fold-constants", "fold-frozen", "narrow-rows", "merge-gemms", "gemm-epilogue",
+    "linear-kernels", "cuda-graph",
 ]  # fmt: skip
 """What reports and saved plans know: add to them, and never rename one."""
 
