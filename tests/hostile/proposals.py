@@ -127,6 +127,7 @@ _OWN: dict[str, tuple[float, Proposal]] = {
     "rms_norm": (2.0, rows.rms_norm),
     "group_norm": (1.0, rows.group_norm),
     "batch_norm": (0.7, rows.batch_norm),
+    "_weight_norm": (0.5, rows.weight_norm),
     "transpose": (1.5, layout.view("X.transpose(D, E)", 2)),
     "swapaxes": (0.4, layout.view("X.swapaxes(D, E)", 2)),
     "mT": (0.5, layout.view("X.mT", 2)),

@@ -70,6 +70,14 @@ def batch_norm(d: Draw) -> str:
     return f"functional.batch_norm({x}, {mean}, {weight}.abs() + 0.5, {weight}, {bias}, False)"
 
 
+def weight_norm(d: Draw) -> str:
+    x = d.any(lambda value: value.is_floating_point() and value.dim() >= 2 and 0 not in value.shape)
+    shape = tuple(d.values[x].shape)
+    dim = d.random.choice([0, len(shape) - 1])
+    lengths = d.input(tuple(size if axis == dim else 1 for axis, size in enumerate(shape)), d.values[x].dtype, layout="dense")
+    return f"torch._weight_norm({x}, {lengths}, {dim})"
+
+
 def losses(name: str) -> Proposal:
     def propose(d: Draw) -> str:
         x = d.any(lambda value: value.is_floating_point() and value.dim() == 2 and 0 not in value.shape)

@@ -24,6 +24,7 @@ _REDUCTIONS = frozenset(
         "var_mean",
         "norm",
         "linalg_vector_norm",
+        "_weight_norm",
         "logsumexp",
         "softmax",
         "_softmax",

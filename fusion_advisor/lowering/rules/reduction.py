@@ -235,6 +235,20 @@ def _vector_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     raise CannotLower("FA601", f"{op.target} of order {order} has no lowering")
 
 
+def _weight_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """``v * (g / |v|)``, the length taken over all dims but one; -1: over all."""
+    source, dim = op.args[0], argument_of(op, 2, "dim", 0)
+    assert isinstance(source, Ref) and isinstance(dim, int)
+    meta = lowering.meta(source.index)
+    rank = len(meta.shape)
+    others = tuple(axis for axis in range(rank) if axis != dim)
+    inner, variables = lowering.reduction_index(op, meta, others, where, keepdim=True)
+    value = _widened(lowering, lowering.row_element(source.index, inner, op, variables), meta)
+    length = lowering.make("sqrt", lowering.reduce("sum", lowering.make("mul", value, value), variables))
+    scale = lowering.make("div", lowering.argument(op, 1, where), lowering.cast(length, compute_dtype(op.outputs[0].dtype)))
+    return lowering.make("mul", lowering.argument(op, 0, where), scale)
+
+
 def _logsumexp(lowering: Lowering, op: OpNode, where: Index) -> int:
     source = op.args[0]
     assert isinstance(source, Ref)
@@ -289,7 +303,8 @@ SPECIAL: dict[str, Rule] = {
     "layer_norm": _layer_norm, "rms_norm": _rms_norm, "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax,
     "_log_softmax": _softmax, "cat": _cat, "stack": _stack, "var": _variance, "std": _variance, "norm": _vector_norm,
     "logsumexp": _logsumexp,
-    "linalg_vector_norm": _vector_norm, "batch_norm": _batch_norm, "max": _larger("maximum"), "min": _larger("minimum"),
+    "linalg_vector_norm": _vector_norm, "_weight_norm": _weight_norm, "batch_norm": _batch_norm,
+    "max": _larger("maximum"), "min": _larger("minimum"),
     "cumsum": _refused("needs the elements before its own"),
     "adaptive_avg_pool2d": _refused("reduces over windows of several sizes"),
     **dict.fromkeys(("argmax", "argmin"), _refused("returns places, not values")),

@@ -222,6 +222,12 @@ def test_row_reductions(name, shape):
     check(REDUCTIONS[name], rand(*shape), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(6, 5), (4, 3, 5), (4, 3, 2, 2), (1, 7)], ids=str)
+def test_weights_of_given_lengths(shape):
+    lengths = rand(shape[0], *[1] * (len(shape) - 1))
+    check(lambda v, g: torch._weight_norm(v, g, 0), rand(*shape), lengths, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (2, 3, 4), (1, 8)], ids=str)
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "no_bias"])
 def test_norms_scale_and_shift_by_column(kind, shape):
