@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.predictions import forms
-from tools.predictions.calibrate import calibrate, left_out
+from tools.predictions.calibrate import calibrate, graph_call_ns, left_out
 from tools.predictions.observations import observe_all, read_runs
+from tools.predictions.records import SUFFIX, write_records
 from tools.predictions.table import markdown, write
 
 
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m tools.predictions", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, or a folder with runs in it")
+    parser.add_argument("--records", type=Path, help=f"write what predictions need of all runs into this file (*{SUFFIX})")
     parser.add_argument("--out", type=Path, help="write predictions.md, predictions.json and predictions.svg here")
     parser.add_argument("--recorded", action="store_true", help="judge the intervals that the reports hold")
     parser.add_argument("--calibrate", action="store_true", help="print the factors that these runs give")
@@ -44,11 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.forms:
         print(forms.markdown(reports))
         return 0
+    if asked.records:
+        write_records(asked.records, reports)
     found = calibrate(reports)
     if asked.calibrate:
         for kind, factor in found.factors.items():
             print(f"Kind.{kind.name}: {factor}")
-        print(f"graph_call_ns={found.graph_call_ns}")
+        print(f"graph_call_ns={graph_call_ns(reports)} in these runs; {found.graph_call_ns} in the code")
         return 0
     observations = observe_all(reports) if asked.recorded or len(reports) == 1 else left_out(reports)
     print(markdown(observations, found))

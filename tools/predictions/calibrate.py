@@ -17,7 +17,7 @@ _NO_CALL = replace(CALIBRATION, graph_call_ns=0)
 
 
 def calibrate(reports: Mapping[str, Report]) -> Calibration:
-    """Return the calibration that the precise observations of some runs give.
+    """Return the calibration that the precise observations of some runs give; the cost of a graph's call is the code's.
 
     The factor of a kind is the score of rank ⌈0.9 (n + 1)⌉ among its n precise observations, the largest where there are fewer. A
     score is the error over the uncertainty of the prediction's parts. A kind without any takes the factor of all kinds together.
@@ -25,18 +25,23 @@ def calibrate(reports: Mapping[str, Report]) -> Calibration:
     Args:
         reports: of the runs, by name.
     """
-    calls = [
-        one.predicted_ns - one.measured_ns
-        for one in observe_all(reports, _NO_CALL)
-        if one.kind is Kind.CUDA_GRAPH and one.is_precise
-    ]
-    graph_call_ns = 1000 * round(max(0.0, median(calls)) / 1000) if calls else CALIBRATION.graph_call_ns
-    seen = observe_all(reports, replace(CALIBRATION, graph_call_ns=graph_call_ns))
-    precise = [one for one in seen if one.is_precise and one.kind is not None]
+    precise = [one for one in observe_all(reports, CALIBRATION) if one.is_precise and one.kind is not None]
     everything = factor_of(precise) if precise else max(CALIBRATION.factors.values())
     own = {kind: [one for one in precise if one.kind is kind] for kind in Kind}
     factors = {kind: factor_of(ones) if ones else everything for kind, ones in own.items()}
-    return Calibration(factors=factors, graph_call_ns=graph_call_ns)
+    return replace(CALIBRATION, factors=factors)
+
+
+def graph_call_ns(reports: Mapping[str, Report]) -> int:
+    """Return what a call through its CUDA graph cost some runs beyond the device's time, in the median, in whole µs.
+
+    Reports hold predictions from which the code's own figure is taken, so changing that one makes old reports unreadable here.
+
+    Args:
+        reports: of the runs, by name; one with a graph that was measured narrowly at least.
+    """
+    graphs = [one for one in observe_all(reports, _NO_CALL) if one.kind is Kind.CUDA_GRAPH and one.is_precise]
+    return 1000 * round(max(0.0, median(one.predicted_ns - one.measured_ns for one in graphs)) / 1000)
 
 
 def factor_of(observations: Sequence[Observation]) -> float:

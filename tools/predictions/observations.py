@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fusion_advisor.errors import AdvisorError
+from fusion_advisor.fuse.passes.layout_copies import LAYOUTS
 from fusion_advisor.fuse.prediction.interval import CALIBRATION, Calibration, Kind, is_predicted, kind_of, spread_ns
 from fusion_advisor.fuse.prediction.saving import chain_saving_ns
 from fusion_advisor.records import Chain, Fusion, GraphRewrite, Report
 from fusion_advisor.records.serialize import read_report
+from tools.predictions.records import SUFFIX, read_records
 
 PRECISE = 0.1
 """Half the measured interval, at most, as a share of the larger of the measured and the predicted saving. By the larger: a small
@@ -110,7 +112,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[dict[str, Report], list[str]]:
     """Return the reports in folders, by the name of their folder, and a line for each file that is none.
 
     Args:
-        folders: of a run each, or with such folders somewhere in them.
+        folders: of a run each, or with such folders or files of slim records (:mod:`tools.predictions.records`) in them.
     """
     found: dict[str, Report] = {}
     refused = []
@@ -120,6 +122,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[dict[str, Report], list[str]]:
             found[name] = read_report(path)
         except AdvisorError as error:
             refused.append(f"{path}: {error}")
+    for path in sorted({path for folder in folders for path in folder.rglob(f"*{SUFFIX}")}):
+        found |= {f"{path.parent.name}/{name}": report for name, report in read_records(path)}
     return found, refused
 
 
@@ -179,7 +183,9 @@ def _observed(
 def _predicted_again(
     row: Fusion | GraphRewrite, chain: Chain | None, report: Report, calibration: Calibration
 ) -> Fusion | GraphRewrite:
-    """Predict as today what the records allow: chains, and the CUDA graph with this calibration's cost of a call."""
+    """Predict as today what the records allow: chains, and the CUDA graph with this calibration's cost of a call; no layouts."""
+    if row.id in LAYOUTS:
+        return replace(row, predicted_saving_ns=None)
     is_old = row.predicted_low_ns is None
     if isinstance(row, Fusion):
         is_chain = is_old and chain is not None

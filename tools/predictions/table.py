@@ -90,7 +90,7 @@ def markdown(observations: Sequence[Observation], calibration: Calibration | Non
     if calibration is not None:
         factors = ", ".join(f"{kind} {factor:.2f}" for kind, factor in calibration.factors.items())
         parts.append(f"Factors: {factors}. A call through a CUDA graph: {units.duration(calibration.graph_call_ns)}.")
-    rewrites = [one for one in observations if one.kind in (Kind.PASS, Kind.ALONE)]
+    rewrites = [one for one in observations if one.kind in (Kind.PASS, Kind.OTHER_GEMM, Kind.ALONE)]
     if rewrites:
         parts.append(_grouped("Rewrite", rewrites, lambda one: one.id))
     parts.append(_grouped("Run", observations, lambda one: one.run))
@@ -155,6 +155,7 @@ _COLOURS: Mapping[str, str] = {
     Kind.NORM_LINEAR: "#b3261e",
     Kind.ALONE: "#8250df",
     Kind.PASS: "#1a7f37",
+    Kind.OTHER_GEMM: "#57606a",
     Kind.CUDA_GRAPH: "#24292f",
     TOGETHER: "#8c959f",
 }

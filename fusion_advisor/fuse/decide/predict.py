@@ -100,7 +100,8 @@ def estimates(
 def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int) -> tuple[GraphRewrite, ...]:
     """Return rewrites, the timed graph passes among them with the saving that their records predict.
 
-    A pass that was in place when the step was traced keeps the figure that it came with: the trace says nothing of it.
+    A pass that was in place when the step was traced keeps the figure that it came with: the trace says nothing of it. What was
+    in every step that was timed comes first, so that no other pass is credited with what it takes away.
 
     Args:
         rewrites: of a run.
@@ -108,9 +109,10 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
         capture: whose ops the bench describes.
         cost_ns: from :func:`launch_cost_ns`.
     """
-    placed: list[str] = []
+    rewrites = list(rewrites)
+    placed = [row.id for row in rewrites if row.id in PASSES and row.step_delta_ns is None and row.status is Status.KEPT]
     # The trace had biases of GEMMs as ops of their own; without any pass they are in their GEMMs again.
-    gone = removed_ops(bench, bench.build((), ()))
+    gone = removed_ops(bench, bench.build((), placed))
     priced = []
     for row in rewrites:
         rewrite = PASSES.get(row.id)

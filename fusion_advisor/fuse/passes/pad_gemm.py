@@ -30,6 +30,7 @@ from fusion_advisor.fuse.rewrite.layout_copy import put_copy
 from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, packing_bytes, period_of
 from fusion_advisor.fuse.rewrite.price import PassEffect
 from fusion_advisor.fuse.rewrite.record import PassRewrite
+from fusion_advisor.records import Ref
 from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE, has_room, padded_rows, roomy_rows
 
 _LINEAR = torch.ops.aten.linear.default
@@ -127,13 +128,16 @@ def _pad(graph: Graph, linear: Node, name: str) -> None:
 
 
 def _padded_ns(effect: PassEffect) -> int:
-    """Products are expected at the rate of the quickest other GEMM, and each result is copied once more."""
-    ops = effect.capture.ops
-    padded = [op for op in ops if op.target == "aten.linear.default" and op.index in effect.newly_removed]
-    copied_bytes = sum(2 * effect.capture.runs_of(op) * read_bytes(op.outputs[0]) for op in padded)  # read and written
-    products_ns = sum(map(effect.products, padded)) * effect.ns_per_product()
-    after_ns = round(products_ns + effect.copy_ns(copied_bytes)) + 2 * effect.sites * effect.launch_cost_ns
-    return max(0, effect.saved_ns - after_ns)
+    """A product as those that stay, and a copy of its result, for each linear; both are launched once more."""
+    after_ns = 2.0 * effect.sites * effect.launch_cost_ns
+    for op in effect.capture.ops:
+        if op.target != "aten.linear.default" or op.index not in effect.newly_removed:
+            continue
+        runs, result = effect.capture.runs_of(op), read_bytes(op.outputs[0])
+        operands = [effect.capture.ops[one.index].outputs[0] for one in op.args if isinstance(one, Ref)]
+        moved_bytes = runs * (sum(map(read_bytes, operands)) + result)
+        after_ns += effect.gemms_ns(effect.products(op), moved_bytes, runs) + effect.copies_ns(2 * runs * result, runs)
+    return max(0, effect.saved_ns - round(after_ns))
 
 
 def _copied_bytes(out: Node) -> int:

@@ -102,16 +102,17 @@ def at_axis(value: Any, axis: int) -> int:
 
 
 def _patched_ns(effect: PassEffect) -> int:
-    """Products are expected at the rate of the quickest other GEMM; pictures and results are copied once each."""
-    capture, copied_bytes, products = effect.capture, 0, 0
+    """A product as those that stay, and copies of picture and result, for each convolution; all three are launched."""
+    capture, after_ns = effect.capture, 3.0 * effect.sites * effect.launch_cost_ns
     for op in capture.ops:
         if op.target not in _CAPTURED or op.index not in effect.newly_removed:
             continue
         picture, weight = (capture.ops[source.index].outputs[0] for source in op.args[:2] if isinstance(source, Ref))
-        copied_bytes += 2 * capture.runs_of(op) * (read_bytes(picture) + read_bytes(op.outputs[0]))
-        products += capture.runs_of(op) * math.prod(op.outputs[0].shape) * math.prod(weight.shape[1:])
-    after_ns = round(products * effect.ns_per_product() + effect.copy_ns(copied_bytes))
-    return max(0, effect.saved_ns - after_ns - 3 * effect.sites * effect.launch_cost_ns)
+        runs, copied_bytes = capture.runs_of(op), read_bytes(picture) + read_bytes(op.outputs[0])
+        products = runs * math.prod(op.outputs[0].shape) * math.prod(weight.shape[1:])
+        after_ns += effect.gemms_ns(products, runs * (copied_bytes + read_bytes(weight)), runs)
+        after_ns += effect.copies_ns(2 * runs * copied_bytes, 2 * runs)
+    return max(0, effect.saved_ns - round(after_ns))
 
 
 _CAPTURED = tuple(f"aten.conv{dims}d.default" for dims in (1, 2, 3))

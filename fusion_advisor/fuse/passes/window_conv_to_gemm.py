@@ -86,18 +86,20 @@ def _replace(graph: Graph, node: Node) -> None:
 
 
 def _windowed_ns(effect: PassEffect) -> int:
-    """Products are expected at the rate of the quickest other GEMM; windows are written and read once, results copied once."""
-    capture, copied_bytes, products = effect.capture, 0, 0
+    """Windows are written, read by a product as those that stay, and its result is copied; four launches with the padding."""
+    capture, after_ns = effect.capture, 4.0 * effect.sites * effect.launch_cost_ns
     for op in capture.ops:
         if op.target != "aten.conv1d.default" or op.index not in effect.newly_removed:
             continue
         series, weight = (capture.ops[source.index].outputs[0] for source in op.args[:2] if isinstance(source, Ref))
-        taps, out = weight.shape[-1], op.outputs[0]
-        steps_share = out.shape[-1] / series.shape[-1]
-        copied_bytes += round(capture.runs_of(op) * (2 * taps * steps_share * read_bytes(series) + 2 * read_bytes(out)))
-        products += capture.runs_of(op) * math.prod(out.shape) * math.prod(weight.shape[1:])
-    after_ns = round(products * effect.ns_per_product() + effect.copy_ns(copied_bytes))
-    return max(0, effect.saved_ns - after_ns - 4 * effect.sites * effect.launch_cost_ns)
+        out, runs = op.outputs[0], capture.runs_of(op)
+        windows_bytes = read_bytes(series) * weight.shape[-1] * out.shape[-1] // series.shape[-1]
+        moved_bytes = windows_bytes + read_bytes(weight) + read_bytes(out)
+        products = math.prod(out.shape) * math.prod(weight.shape[1:])
+        after_ns += effect.gemms_ns(runs * products, runs * moved_bytes, runs)
+        # The copy reads the series again and again out of the cache.
+        after_ns += effect.copies_ns(runs * (windows_bytes + 2 * read_bytes(series) + 2 * read_bytes(out)), 3 * runs)
+    return max(0, effect.saved_ns - round(after_ns))
 
 
 WINDOW_GEMM = PassRewrite(

@@ -48,15 +48,35 @@ class PassEffect:
         """
         return moved_bytes * 1e9 / self.capture.bandwidth.copy_bytes_per_s
 
-    def ns_per_product(self) -> float:
-        """Return the time per multiplication of the quickest GEMM that stays."""
+    def copies_ns(self, moved_bytes: int, launches: int) -> float:
+        """Return how long copies of one size take together, the smallest kernel's time each at least.
+
+        Args:
+            moved_bytes: read and written by all of them.
+            launches: how many.
+        """
+        return max(self.copy_ns(moved_bytes), launches * self.capture.bandwidth.launch_ns)
+
+    def gemms_ns(self, products: int, moved_bytes: int, launches: int) -> float:
+        """Return how long GEMMs of one size would take together.
+
+        That is the time of their products at the rate of the quickest GEMM that stays, or of their bytes at the copy bandwidth,
+        or as many times the shortest GEMM of the step: the longest of the three.
+
+        Args:
+            products: multiplications of all of them.
+            moved_bytes: operands and results of all of them.
+            launches: how many.
+        """
         took: dict[int, int] = {}
         for launch in self.capture.launches:
             if launch.op_index is not None:
                 took[launch.op_index] = took.get(launch.op_index, 0) + launch.duration_ns
         ops = self.capture.ops
         left = [op for op in ops if op.target in _PRODUCTS and took.get(op.index) and op.index not in self.newly_removed]
-        return min((took[op.index] / self.products(op) for op in left), default=0.0)
+        rate = min((took[op.index] / self.products(op) for op in left), default=0.0)
+        shortest = min((took[op.index] / self.capture.runs_of(op) for op in left), default=self.capture.bandwidth.launch_ns)
+        return max(products * rate, self.copy_ns(moved_bytes), launches * shortest)
 
     def products(self, op: OpNode) -> int:
         """Return how many multiplications a GEMM makes in a step."""
