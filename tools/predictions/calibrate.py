@@ -32,16 +32,16 @@ def calibrate(reports: Mapping[str, Report]) -> Calibration:
     return replace(CALIBRATION, factors=factors)
 
 
-def graph_call_ns(reports: Mapping[str, Report]) -> int:
-    """Return what a call through its CUDA graph cost some runs beyond the device's time, in the median, in whole µs.
+def graph_call_ns(reports: Mapping[str, Report]) -> int | None:
+    """Return what a call through its CUDA graph cost runs beyond the device's time, in the median and whole µs; None without any.
 
     Reports hold predictions from which the code's own figure is taken, so changing that one makes old reports unreadable here.
 
     Args:
-        reports: of the runs, by name; one with a graph that was measured narrowly at least.
+        reports: of the runs, by name; graphs that were measured narrowly count.
     """
     graphs = [one for one in observe_all(reports, _NO_CALL) if one.kind is Kind.CUDA_GRAPH and one.is_precise]
-    return 1000 * round(max(0.0, median(one.predicted_ns - one.measured_ns for one in graphs)) / 1000)
+    return 1000 * round(max(0.0, median(one.predicted_ns - one.measured_ns for one in graphs)) / 1000) if graphs else None
 
 
 def factor_of(observations: Sequence[Observation]) -> float:
