@@ -6,7 +6,7 @@ last, runs on a slower kernel. So the first image is copied to channels last (``
 layout, as convolutions, norms, pools and pointwise ops do by themselves.
 
 A group norm does not on CUDA: torch copies what it reads to channels first and returns that. Its result is copied back where the
-convolutions spare more bytes than that costs. A chain of norm and copy (``chains.op_inputs.relaid_norm``) needs neither copy.
+convolutions spare more bytes than our norm moves. A chain of norm and copy (``chains.op_inputs.relaid_norm``) needs neither copy.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fusion_advisor.records import OpClass
 ID = "channels-last"
 _CONVOLUTION = torch.ops.aten.conv2d.default
 _GROUP_NORM = torch.ops.aten.group_norm.default
+_PERMUTE = torch.ops.aten.permute.default
 _COPIES = (torch.ops.aten.contiguous.default, torch.ops.aten.clone.default)
 _FEWEST = 3
 """Convolutions: fewer gain less than the first and the last copy cost."""
@@ -88,15 +89,21 @@ def _readers_after_norm(norm: Node) -> list[Node]:
 
 
 def _takes_any_layout(reader: Node) -> bool:
-    """Whether an op takes images as they lie: no view, which shows the norm's memory, and no copy."""
+    """Whether an op takes images as they lie: no copy, and no view, which shows the norm's memory.
+
+    An attention block's permuted view is none of these: it makes rows of pixels, which lie so in channels last and are copied
+    otherwise.
+    """
+    if reader.target is _PERMUTE:
+        return reader.args[1] == [0, 2, 3, 1]
     if not isinstance(reader.target, torch._ops.OpOverload) or reader.target in _COPIES:
         return False
     return class_of(base_name(str(reader.target))) is not OpClass.VIEW
 
 
 def _norm_bytes(change: Relayout) -> int:
-    """Bytes that norms in channels last move more: what they read and what they return is copied, unless a kernel does both."""
-    return sum(4 * _bytes(copy.meta["val"]) for copy in change.restored)
+    """Bytes that norms in channels last move more: our kernel reads an image twice, and without it what it reads is copied."""
+    return sum(2 * _bytes(copy.meta["val"]) for copy in change.restored)
 
 
 def _convolution_bytes(convolutions: list[Node]) -> int:

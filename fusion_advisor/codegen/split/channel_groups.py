@@ -144,7 +144,7 @@ def _places(program: Program, of_group: int) -> tuple[frozenset[int], frozenset[
 
 
 def _block(pixels: int, channels: int) -> int:
-    """Return how many pixels a program of the first launch takes: as many as leave enough programs; 0 where none divide an image."""
+    """Return the pixels of a program of the first launch: as many as leave enough programs; 0 where none divide an image."""
     sizes = [size for size in range(_LEAST_PIXELS, _MOST_PIXELS + 1) if pixels % size == 0]
     enough = [size for size in sizes if pixels // size * channels >= _ENOUGH * _CHANNELS]
     return max(enough, default=min(sizes, default=0))
@@ -174,7 +174,7 @@ def _steps(place: Value | Store, numbers: frozenset[int]) -> int:
 
 
 def _border(program: Program, places: frozenset[int], norm: Moments) -> tuple[int, ...] | None:
-    """Return the numbers of a row's values that follow from its sums and that its elements read; None where they are no numbers."""
+    """Return a row's values that follow from its sums and that its elements read; None where rows are written, or read early."""
     by_element, by_row = set(places), set[int]()
     for number, value in enumerate(program.values):
         if value.op in REDUCTIONS:
@@ -303,7 +303,8 @@ def _last_part(found: _Groups, scratch: tuple[Scratch, ...]) -> Part:
 
     copier = Copier(program, dims, leaf)
     stores = [
-        replace(store, value=copier.copy(store.value), args=(), steps=(), strides=_moved(found, store)) for store in program.stores
+        replace(store, value=copier.copy(store.value), args=(), steps=(), strides=_moved(found, store))
+        for store in program.stores
     ]
     width = math.gcd(found.channels, _WIDEST)
     width = width if width >= _CHANNELS // 2 else min(_WIDEST, 1 << (found.channels - 1).bit_length())

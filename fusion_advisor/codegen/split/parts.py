@@ -48,7 +48,7 @@ class Copier:
     Args:
         program: whose values are copied.
         dims: of the new nest.
-        leaf: given the number of a value, returns what stands for it in the new nest, or None where it is copied with its arguments.
+        leaf: given a value's number, returns what stands for it in the new nest; None: a copy with its arguments.
     """
 
     def __init__(self, program: Program, dims: tuple[int, ...], leaf: Callable[[Copier, int], Value | int | None]) -> None:

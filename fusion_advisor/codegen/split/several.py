@@ -114,7 +114,7 @@ class SeveralKernels:
 
 
 def _in_order(launches: Sequence[Launcher], operands: Sequence[tuple[int, ...]], scratch: Sequence[Scratch]) -> Launcher:
-    """Return a launcher that calls all in order; each call has scratch tensors of its own, which a CUDA graph's memory may hold."""
+    """Return a launcher that calls all in order, each time on new scratch tensors, which a CUDA graph's memory may hold."""
     import torch
 
     sizes = [(one.elements, getattr(torch, one.dtype)) for one in scratch]

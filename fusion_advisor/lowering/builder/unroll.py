@@ -107,8 +107,8 @@ def _fixed(place: Place, variable: int, turn: int) -> Place:
 def one_run(lowering: Lowering, loops: Loops, row: list[int], results: Sequence[Result]) -> list[Result]:
     """Let what does not run along with a row be read at a quotient of the row's index: a channel's weight at ``col // (H * W)``.
 
-    So is a group of an image in channels last, and written: its row is many short runs, one for each pixel. Other tensors as large
-    as the nest are left alone.
+    So is a group of an image in channels last, and written: its row is many short runs, one for each pixel. Other tensors as
+    large as the nest are left alone.
 
     Raises:
         CannotLower: what is read by its index does not run along.
