@@ -21,8 +21,8 @@ from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.records import OpClass
 
 ID = "channels-last"
-_CONVOLUTION = torch.ops.aten.conv2d.default
-_GROUP_NORM = torch.ops.aten.group_norm.default
+CONVOLUTION = torch.ops.aten.conv2d.default
+GROUP_NORM = torch.ops.aten.group_norm.default
 _PERMUTE = torch.ops.aten.permute.default
 _COPIES = (torch.ops.aten.contiguous.default, torch.ops.aten.clone.default)
 _FEWEST = 3
@@ -48,7 +48,7 @@ def lay_channels_last(
         is_quicker: given an image, says whether convolutions of it are.
         fake_result: returns a node's fake result; left out, torch says.
     """
-    convolutions = [node for node in graph_module.graph.nodes if node.target is _CONVOLUTION and _image(node).dim() == 4]
+    convolutions = [node for node in graph_module.graph.nodes if node.target is CONVOLUTION and _image(node).dim() == 4]
     first = [node for node in convolutions if not _is_channels_last(_image(node)) and is_quicker(_image(node))]
     if len(first) < _FEWEST:
         return 0
@@ -80,7 +80,7 @@ def _lay(change: Relayout, first: list[Node]) -> bool:
 
 def _readers_after_norm(norm: Node) -> list[Node]:
     """Return what reads a group norm's result and gets it in channels last; none unless the norm alone leaves that layout."""
-    if norm.target is not _GROUP_NORM:
+    if norm.target is not GROUP_NORM:
         return []
     image, result = norm.all_input_nodes[0].meta["val"], norm.meta["val"]
     if result.dim() != 4 or not _is_channels_last(image) or _is_channels_last(result):

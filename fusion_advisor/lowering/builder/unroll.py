@@ -153,6 +153,35 @@ def store_of_pixels(lowering: Lowering, loops: Loops, row: list[int], store: Sto
     return replace(store, args=moved.args, steps=moved.steps, strides=moved.strides)
 
 
+def refuse_moved_pixels(lowering: Lowering, needed: Sequence[int]) -> None:
+    """Refuse a norm over groups of channels last that reads other pixels than it writes, or reads some under a guard.
+
+    Its kernel reads an image in whole lines (``codegen.split.channel_groups``). It has none for a cat or a resampled image, which
+    are better a kernel of their own than read in pieces of a few bytes.
+
+    Args:
+        lowering: holds the values.
+        needed: numbers of the values that are stored.
+
+    Raises:
+        CannotLower: it does.
+    """
+    refusal = CannotLower("FA603", "a norm over groups of channels reads each pixel of an image in channels last where it lies")
+    if lowering.unrolled:
+        raise refusal
+    values, waiting, seen = lowering.values, list(needed), set[int]()
+    while waiting:
+        number = waiting.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        value = values[number]
+        waiting += [*value.args, *(() if value.guard is None else (value.guard,))]
+        is_moved = value.op == "remainder" and values[value.args[0]].op == "quotient"
+        if is_moved or (value.op == "load" and value.guard is not None):
+            raise refusal
+
+
 def _runs(loops: Loops, row: list[int], strides: tuple[int, ...]) -> list[list[int]]:
     """The dims of a row in runs that an address walks as one, outermost first."""
     runs: list[list[int]] = [row[:1]]
