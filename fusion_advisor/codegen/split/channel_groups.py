@@ -26,6 +26,8 @@ _MOST_PIXELS, _LEAST_PIXELS = 128, 8
 """Of one program of the first launch."""
 _CHANNELS = 64
 """Of one program of the first launch: 128 bytes of 16-bit numbers, a cache line."""
+_OF_WARP = 512
+"""Elements of the first launch that a warp takes: 16 a thread, which reads 8 at a time where they have 16 bits."""
 _ENOUGH = 2 * 132
 """Programs of the first launch that keep a GPU busy."""
 _TILE = 4096
@@ -33,45 +35,86 @@ _WIDEST = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Groups:
-    """A Program that this module cuts.
+class _Strides:
+    """How far an address moves from image to image, group to group, pixel to pixel, and channel to channel of a group."""
+
+    image: int
+    group: int
+    pixel: int
+    channel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nest:
+    """How a Program's loops run over images.
 
     Attributes:
         program: the Program.
         of_group: channels of a group.
-        pixels: of an image.
-        block: pixels of one program of the first launch.
+        has_groups: whether rows are groups of images; else they are images.
         pixel: numbers of the values that are an element's pixel.
-        member: numbers of the values that are an element's channel in its group.
-        norm: the sums.
-        border: numbers of the values of a row that its elements read.
+        channel: numbers of the values that are an element's channel in its group.
     """
 
     program: Program
     of_group: int
-    pixels: int
-    block: int
+    has_groups: bool
     pixel: frozenset[int]
-    member: frozenset[int]
-    norm: Moments
-    border: tuple[int, ...]
+    channel: frozenset[int]
 
     @property
     def images(self) -> int:
-        return math.prod(self.program.dims[:-2])
+        rows = self.program.dims[:-1]
+        return math.prod(rows[:-1] if self.has_groups else rows)
 
     @property
     def groups(self) -> int:
-        return self.program.dims[-2]
+        return self.program.dims[-2] if self.has_groups else 1
 
     @property
     def channels(self) -> int:
         return self.groups * self.of_group
 
     @property
+    def pixels(self) -> int:
+        """Of an image."""
+        return self.program.dims[-1] // self.of_group
+
+    def strides(self, place: Value | Store) -> _Strides:
+        """Return how an address moves; what its arguments add must be of :attr:`pixel` and :attr:`channel`."""
+        *rows, last = place.strides
+        group = rows.pop() if self.has_groups else 0
+        steps = dict.fromkeys(("pixel", "channel"), 0)
+        for arg, step in zip(place.args, place.steps, strict=True):
+            steps["pixel" if arg in self.pixel else "channel"] += step
+        pixel, channel = steps["pixel"] + last * self.of_group, steps["channel"] + last
+        return _Strides(image=rows[0] if rows else 0, group=group, pixel=pixel, channel=channel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Groups:
+    """A Program that this module cuts.
+
+    Attributes:
+        nest: its loops.
+        block: pixels of one program of the first launch.
+        norm: the sums.
+        border: numbers of the values of a row that its elements read.
+    """
+
+    nest: _Nest
+    block: int
+    norm: Moments
+    border: tuple[int, ...]
+
+    @property
+    def program(self) -> Program:
+        return self.nest.program
+
+    @property
     def blocks(self) -> int:
         """Of an image."""
-        return self.pixels // self.block
+        return self.nest.pixels // self.block
 
 
 def split_groups(program: Program) -> Parts | None:
@@ -86,61 +129,41 @@ def split_groups(program: Program) -> Parts | None:
     found = _find(program)
     if found is None:
         return None
-    dtype = program.values[found.norm.total].dtype
-    partial = Scratch(dtype=dtype, elements=found.images * found.blocks * found.channels)
-    of_rows = [
-        Scratch(dtype=program.values[number].dtype, elements=found.images * found.groups) for number in found.border
-    ]  # fmt: skip
-    scratch = (partial, partial, *of_rows)
+    nest, dtype = found.nest, program.values[found.norm.total].dtype
+    partial = Scratch(dtype=dtype, elements=nest.images * found.blocks * nest.channels)
+    rows = nest.images * nest.groups
+    scratch = (partial, partial, *(Scratch(dtype=program.values[number].dtype, elements=rows) for number in found.border))
     return Parts(parts=(_moments_part(found, scratch), _groups_part(found, scratch), _last_part(found, scratch)), scratch=scratch)
 
 
 def _find(program: Program) -> _Groups | None:
-    if not program.is_reduced or program.siblings or program.is_exact or len(program.dims) not in (2, 3):
+    if not program.is_reduced or program.siblings or program.is_exact or math.prod(program.dims) <= TINY_ELEMENTS:
         return None
-    if math.prod(program.dims) <= TINY_ELEMENTS:
+    sums, nest = moments(program), _nest(program)
+    if nest is not None and not nest.has_groups and nest.images > _ENOUGH:  # whole rows, and enough of them
         return None
-    of_group = _channels_of_group(program)
-    sums = moments(program)
-    if not of_group or program.dims[-1] % of_group or len(sums) != 1:
+    if nest is None or len(sums) != 1 or sum(value.op in REDUCTIONS for value in program.values) != 2:
         return None
-    if sum(value.op in REDUCTIONS for value in program.values) != 2:
-        return None
-    pixel, member = _places(program, of_group)
-    pixels = program.dims[-1] // of_group
-    block = _block(pixels, math.prod(program.dims[:-1]) * of_group)
-    if not block or not _is_pixelwise(program, of_group, pixel, member):
-        return None
-    norm = sums[0]
-    border = _border(program, pixel | member, norm)
-    if border is None:
-        return None
-    return _Groups(
-        program=program, of_group=of_group, pixels=pixels, block=block, pixel=pixel, member=member, norm=norm, border=border
-    )  # fmt: skip
+    block = _block(nest.pixels, nest.images * nest.channels)
+    border = _border(nest, sums[0]) if block and _is_pixelwise(nest) else None
+    return None if border is None else _Groups(nest=nest, block=block, norm=sums[0], border=border)
 
 
-def _channels_of_group(program: Program) -> int:
-    """Return by what the row's index is divided to give the pixel of an element; 0 where nothing says so."""
-    values = program.values
-    for value in values:
-        if value.op == "load" and len(value.args) == 2:
-            over, rest = (values[arg] for arg in value.args)
-            if over.op == "quotient" and rest.op == "remainder" and values[over.args[1]] == values[rest.args[1]]:
-                return int(values[over.args[1]].constant or 0)
-    return 0
-
-
-def _places(program: Program, of_group: int) -> tuple[frozenset[int], frozenset[int]]:
-    """Numbers of the values that are an element's pixel, and its channel in its group."""
+def _nest(program: Program) -> _Nest | None:
+    """Return how the loops run over images, as the addresses say; None where they do not say it."""
     values, last = program.values, len(program.dims) - 1
-    found: dict[str, set[int]] = {"quotient": set(), "remainder": set()}
+    over: dict[str, dict[int, int]] = {"quotient": {}, "remainder": {}}
     for number, value in enumerate(values):
-        if value.op in found and values[value.args[0]].op == "index" and values[value.args[0]].dim == last:
-            extent = values[value.args[1]]
-            if extent.op == "extent" and extent.constant == of_group:
-                found[value.op].add(number)
-    return frozenset(found["quotient"]), frozenset(found["remainder"])
+        if value.op in over and values[value.args[0]].op == "index" and values[value.args[0]].dim == last:
+            over[value.op][number] = int(values[value.args[1]].constant or 0) if values[value.args[1]].op == "extent" else 0
+    sizes = {*over["quotient"].values(), *over["remainder"].values()}
+    if len(sizes) != 1 or not over["remainder"]:
+        return None
+    (of_group,), has_groups = sizes, bool(over["quotient"])
+    if len(program.dims) - has_groups not in (1, 2) or of_group < 1 or program.dims[-1] % of_group:
+        return None
+    pixel, channel = (frozenset(over[name]) for name in ("quotient", "remainder"))
+    return _Nest(program=program, of_group=of_group, has_groups=has_groups, pixel=pixel, channel=channel)
 
 
 def _block(pixels: int, channels: int) -> int:
@@ -150,48 +173,53 @@ def _block(pixels: int, channels: int) -> int:
     return max(enough, default=min(sizes, default=0))
 
 
-def _is_pixelwise(program: Program, of_group: int, pixel: frozenset[int], member: frozenset[int]) -> bool:
+def _is_pixelwise(nest: _Nest) -> bool:
     """Whether every address is a pixel's and a channel's, and nothing else looks at the row's index."""
+    program, divided = nest.program, nest.pixel | nest.channel
     places: list[Value | Store] = [*(value for value in program.values if value.op == "load"), *program.stores]
     for place in places:
-        if place.guard is not None or place.strides[-1] or not pixel | member >= set(place.args):
+        if place.guard is not None or not divided >= set(place.args) or (nest.has_groups and place.strides[-1]):
             return False
-        steps = _steps(place, pixel), _steps(place, member)
-        if place.args and place.strides[-2] != of_group * steps[1]:
+        strides = nest.strides(place)
+        is_of_element = bool(strides.pixel or strides.channel)
+        if nest.has_groups and is_of_element and strides.group != nest.of_group * strides.channel:
             return False
-    inside = {arg for number in pixel | member for arg in program.values[number].args}
+    inside = {arg for number in divided for arg in program.values[number].args}
     for number, value in enumerate(program.values):
-        if number in pixel | member or number in inside or value.op in ("load", "size", *REDUCTIONS):
+        if number in divided | inside or value.op in ("load", "size", *REDUCTIONS):
             continue
-        if value.op not in _PLAIN or not inside.isdisjoint(value.args) or not (pixel | member).isdisjoint(value.args):
+        if value.op not in _PLAIN or not (inside | divided).isdisjoint(value.args):
             return False
-    return all(store.args for store in program.stores)
+    return all(nest.strides(store).pixel for store in program.stores)
 
 
-def _steps(place: Value | Store, numbers: frozenset[int]) -> int:
-    """How far an address moves for each unit of some values that are equal."""
-    return sum(step for arg, step in zip(place.args, place.steps, strict=True) if arg in numbers)
-
-
-def _border(program: Program, places: frozenset[int], norm: Moments) -> tuple[int, ...] | None:
+def _border(nest: _Nest, norm: Moments) -> tuple[int, ...] | None:
     """Return a row's values that follow from its sums and that its elements read; None where rows are written, or read early."""
-    by_element, by_row = set(places), set[int]()
+    program = nest.program
+    by_element, by_row = set[int](), set[int]()
     for number, value in enumerate(program.values):
         if value.op in REDUCTIONS:
             by_row.add(number)
-        elif not by_element.isdisjoint(value.args):
+        elif _is_of_element(nest, value) or not by_element.isdisjoint(value.args):
             by_element.add(number)
         elif not by_row.isdisjoint(value.args):
             by_row.add(number)
     stored = [store.value for store in program.stores]
-    if not set(stored) <= by_element:
-        return None
     own = _needed(program, norm.element)
     loads = [program.values[number] for number in own if program.values[number].op == "load"]
-    if not own.isdisjoint(by_row) or any(value.strides[-2] and not value.args for value in loads):
+    is_early = any(nest.strides(value).group and not _is_of_element(nest, value) for value in loads)
+    if not set(stored) <= by_element or not own.isdisjoint(by_row) or is_early:
         return None
     read = {arg for number in _needed(program, *stored) if number in by_element for arg in program.values[number].args}
     return tuple(sorted(read & by_row))
+
+
+def _is_of_element(nest: _Nest, value: Value) -> bool:
+    """Whether a load differs between the elements of a row."""
+    if value.op != "load":
+        return False
+    strides = nest.strides(value)
+    return bool(strides.pixel or strides.channel)
 
 
 def _needed(program: Program, *numbers: int) -> set[int]:
@@ -208,21 +236,23 @@ def _needed(program: Program, *numbers: int) -> set[int]:
 
 
 def _count(copier: Copier, count: int, dtype: str) -> int:
-    """A number of elements, an argument of the kernel."""
-    extent = copier.emit(Value(op="extent", constant=count, dtype="int64"))
-    return copier.emit(Value(op="cast", args=(extent,), dtype=dtype))
+    """A number of elements, written out: images of other sizes take kernels of their own."""
+    return copier.emit(Value(op="const", constant=float(count), dtype=dtype))
 
 
 def _moments_part(found: _Groups, scratch: tuple[Scratch, ...]) -> Part:
     """Rows are (image, block of pixels, channel), columns the pixels of a block."""
-    dims = (found.images, found.blocks, found.channels, found.block)
+    nest = found.nest
+    dims = (nest.images, found.blocks, nest.channels, found.block)
 
     def leaf(_: Copier, number: int) -> Value | None:
         value = found.program.values[number]
         if value.op != "load":
             return None
-        image, pixel, channel = _moved(found, value)
-        return replace(value, args=(), steps=(), strides=(image, pixel * found.block, channel, pixel))
+        strides = nest.strides(value)
+        return replace(
+            value, args=(), steps=(), strides=(strides.image, strides.pixel * found.block, strides.channel, strides.pixel)
+        )  # fmt: skip
 
     copier = Copier(found.program, dims, leaf)
     element = copier.copy(found.norm.element)
@@ -233,34 +263,35 @@ def _moments_part(found: _Groups, scratch: tuple[Scratch, ...]) -> Part:
     centred = copier.emit(Value(op="sub", args=(element, mean), dtype=dtype))
     square = copier.emit(Value(op="mul", args=(centred, centred), dtype=dtype))
     squares = copier.emit(Value(op="reduce_sum", args=(square,), dtype=dtype))
-    strides = (found.blocks * found.channels, found.channels, 1, 0)
+    strides = (found.blocks * nest.channels, nest.channels, 1, 0)
     stores = [Store(operand=-1 - n, value=value, strides=strides) for n, value in enumerate((mean, squares))]
-    tuning = Tuning(block_rows=_CHANNELS, num_warps=8)
+    warps = min(8, max(1, _CHANNELS * found.block // _OF_WARP))
+    tuning = Tuning(block_rows=_CHANNELS, num_warps=1 << (warps.bit_length() - 1))
     return copier.part(stores, scratch, tuning, "moments", is_reduced=True)
 
 
 def _groups_part(found: _Groups, scratch: tuple[Scratch, ...]) -> Part:
     """Rows are (image, group), columns all channels of the group in all blocks."""
-    program, norm = found.program, found.norm
-    dims = (found.images, found.groups, found.blocks * found.of_group)
+    program, nest, norm = found.program, found.nest, found.norm
+    dims = (nest.images, nest.groups, found.blocks * nest.of_group)
 
     def partial(copier: Copier, operand: int) -> int:
         index = copier.emit(Value(op="index", dim=2, dtype="int64"))
-        extent = copier.emit(Value(op="extent", constant=found.of_group, dtype="int64"))
+        extent = copier.emit(Value(op="extent", constant=nest.of_group, dtype="int64"))
         block = copier.emit(Value(op="quotient", args=(index, extent), dtype="int64"))
-        member = copier.emit(Value(op="remainder", args=(index, extent), dtype="int64"))
-        strides = (found.blocks * found.channels, found.of_group, 0)
-        return copier.emit(
-            Value(op="load", operand=operand, strides=strides, args=(block, member), steps=(found.channels, 1),
-                  dtype=scratch[0].dtype)
-        )  # fmt: skip
+        channel = copier.emit(Value(op="remainder", args=(index, extent), dtype="int64"))
+        strides = (found.blocks * nest.channels, nest.of_group, 0)
+        args, steps = (block, channel), (nest.channels, 1)
+        load = Value(op="load", operand=operand, strides=strides, args=args, steps=steps, dtype=scratch[0].dtype)
+        return copier.emit(load)
 
     def leaf(copier: Copier, number: int) -> Value | int | None:
         value = program.values[number]
         if value.op == "size":
             return _count(copier, program.dims[-1], value.dtype)
         if value.op == "load":  # of a row
-            return replace(value, strides=(_image(found, value), value.strides[-2], 0))
+            strides = nest.strides(value)
+            return replace(value, strides=(strides.image, strides.group, 0))
         if number == norm.total:
             means = copier.emit(Value(op="reduce_sum", args=(partial(copier, -1),), dtype=value.dtype))
             return Value(op="mul", args=(means, _count(copier, found.block, value.dtype)), dtype=value.dtype)
@@ -274,48 +305,43 @@ def _groups_part(found: _Groups, scratch: tuple[Scratch, ...]) -> Part:
         return None
 
     copier = Copier(program, dims, leaf)
-    stores = [
-        Store(operand=-3 - n, value=copier.copy(number), strides=(found.groups, 1, 0)) for n, number in enumerate(found.border)
-    ]
+    strides = (nest.groups, 1, 0)
+    stores = [Store(operand=-3 - n, value=copier.copy(number), strides=strides) for n, number in enumerate(found.border)]
     return copier.part(stores, scratch, Tuning(), "groups", is_reduced=True)
 
 
 def _last_part(found: _Groups, scratch: tuple[Scratch, ...]) -> Part:
     """Pointwise over (image, pixel, channel)."""
-    program = found.program
-    dims = (found.images, found.pixels, found.channels)
+    program, nest = found.program, found.nest
+    dims = (nest.images, nest.pixels, nest.channels)
+
+    def of_row(copier: Copier, value: Value, operand: int, image: int, step: int) -> Value:
+        index = copier.emit(Value(op="index", dim=2, dtype="int64"))
+        extent = copier.emit(Value(op="extent", constant=nest.of_group, dtype="int64"))
+        group = copier.emit(Value(op="quotient", args=(index, extent), dtype="int64"))
+        offset = value.offset if operand >= 0 else 0
+        return Value(
+            op="load", operand=operand, strides=(image, 0, 0), args=(group,), steps=(step,), offset=offset, dtype=value.dtype
+        )  # fmt: skip
 
     def leaf(copier: Copier, number: int) -> Value | int | None:
         value = program.values[number]
-        if number in found.border or (value.op == "load" and not value.args and any(value.strides)):
-            operand = -3 - found.border.index(number) if number in found.border else value.operand
-            image, step = (found.groups, 1) if number in found.border else (_image(found, value), value.strides[-2])
-            index = copier.emit(Value(op="index", dim=2, dtype="int64"))
-            extent = copier.emit(Value(op="extent", constant=found.of_group, dtype="int64"))
-            group = copier.emit(Value(op="quotient", args=(index, extent), dtype="int64"))
-            return Value(
-                op="load", operand=operand, strides=(image, 0, 0), args=(group,), steps=(step,), offset=value.offset,
-                dtype=value.dtype,
-            )  # fmt: skip
-        if value.op == "load":
-            return replace(value, args=(), steps=(), strides=_moved(found, value))
-        return _count(copier, program.dims[-1], value.dtype) if value.op == "size" else None
+        if number in found.border:
+            return of_row(copier, value, -3 - found.border.index(number), nest.groups, 1)
+        if value.op == "size":
+            return _count(copier, program.dims[-1], value.dtype)
+        if value.op != "load":
+            return None
+        strides = nest.strides(value)
+        if strides.group and not _is_of_element(nest, value):
+            return of_row(copier, value, value.operand, strides.image, strides.group)
+        return replace(value, args=(), steps=(), strides=(strides.image, strides.pixel, strides.channel))
 
-    copier = Copier(program, dims, leaf)
-    stores = [
-        replace(store, value=copier.copy(store.value), args=(), steps=(), strides=_moved(found, store))
-        for store in program.stores
-    ]
-    width = math.gcd(found.channels, _WIDEST)
-    width = width if width >= _CHANNELS // 2 else min(_WIDEST, 1 << (found.channels - 1).bit_length())
+    copier, stores = Copier(program, dims, leaf), []
+    for store in program.stores:
+        moved = nest.strides(store)
+        own = replace(store, args=(), steps=(), strides=(moved.image, moved.pixel, moved.channel))
+        stores.append(replace(own, value=copier.copy(store.value)))
+    width = math.gcd(nest.channels, _WIDEST)
+    width = width if width >= _CHANNELS // 2 else min(_WIDEST, 1 << (nest.channels - 1).bit_length())
     return copier.part(stores, scratch, Tuning(block_cols=width, block_rows=_TILE // width, num_warps=8), "", is_reduced=False)
-
-
-def _image(found: _Groups, place: Value | Store) -> int:
-    """Stride from image to image."""
-    return place.strides[0] if len(found.program.dims) == 3 else 0
-
-
-def _moved(found: _Groups, place: Value | Store) -> tuple[int, int, int]:
-    """Strides from image to image, from pixel to pixel and from channel to channel."""
-    return _image(found, place), _steps(place, found.pixel), _steps(place, found.member)
