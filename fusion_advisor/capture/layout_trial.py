@@ -1,17 +1,18 @@
 """Times the copies that give values another layout, before kernels are made for the layouts that follow from them.
 
 The captured step runs with a rule's copies and without, interleaved, in CUDA graphs where these can hold it. Copies with which
-the step is slower go for good: what follows is captured as the model lays it out.
+the step is slower get a second look where the caller gives one (``fuse.layouts``), for eager's norms, pools and copies may lose
+in a layout in which our kernels gain. What is slower then too goes for good: what follows is captured as the model lays it out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.layout_copies import LAID_OUT, keep_copies, kinds_of, take_copies_out, undo
 from fusion_advisor.capture.graph.tracer import LiveCapture
@@ -32,11 +33,17 @@ class LayoutTrial:
         sites: copies.
         change: the step with them minus the step without, ns; None where it was not timed.
         is_kept: whether they stay.
+        fused: the same with the kernels that each of the two would get; None where that was not timed.
     """
 
     sites: int
     change: Difference | None
     is_kept: bool
+    fused: Difference | None = None
+
+
+SecondLook = Callable[[LiveCapture, LiveCapture], Difference | None]
+"""Given the step with a rule's copies and without, returns the difference with kernels in both; None: not timed."""
 
 
 def settle_layouts(
@@ -47,6 +54,7 @@ def settle_layouts(
     timer: HostTimer,
     note: Callable[[str], None] = lambda _: None,
     difference: Callable[..., Difference] | None = None,
+    second_look: SecondLook | None = None,
 ) -> dict[str, LayoutTrial]:
     """Keep the copies that pay, and take the others out of the captured graphs.
 
@@ -57,24 +65,43 @@ def settle_layouts(
         timer: of steps on a CPU.
         note: gets a sentence on each rule.
         difference: times two ways to run the step against each other; left out, the clock does.
+        second_look: at copies with which the step is slower.
 
     Returns:
         By rule what was found.
     """
-    measure = difference or _difference
+    measure = difference or time_difference
     kinds = dict.fromkeys(kind for region in live.regions for kind in kinds_of(region.graph.graph))
     found = {}
     for kind in kinds:
         nodes = [node for region in live.regions for node in region.graph.graph.nodes]
         sites = sum(node.meta.get(LAID_OUT) == kind for node in nodes)
-        change = None
         if wanted is None or kind in wanted:
             change = measure(_step(live, kind), _step(live, None), live=live, on_cuda=on_cuda, timer=timer)
-            found[kind] = LayoutTrial(sites=sites, change=change, is_kept=change.median_ns <= 0)
+            fused = second_look(live, without(live, kind)) if second_look is not None and change.median_ns > 0 else None
+            found[kind] = LayoutTrial(sites=sites, change=change, is_kept=(fused or change).median_ns <= 0, fused=fused)
             note(f"{kind}: {sites} copies, {'kept' if found[kind].is_kept else 'slower and taken out'}")
-        if change is None or change.median_ns > 0:
+        if kind not in found or not found[kind].is_kept:
             drop_layouts(live, {kind})
     return found
+
+
+def without(live: LiveCapture, kind: str) -> LiveCapture:
+    """Return the capture as it would be without a rule's copies; the given one stays as it is.
+
+    Args:
+        live: of a step.
+        kind: the rule.
+    """
+    regions = []
+    for region in live.regions:
+        graph, made = Graph(), dict[Node, Node]()
+        output = graph.output(graph.graph_copy(region.graph.graph, made))
+        output.meta = dict(next(node for node in region.graph.graph.nodes if node.op == "output").meta)
+        module = GraphModule(region.graph, graph)
+        undo(module, kind)
+        regions.append(replace(region, graph=module))
+    return replace(live, regions=regions)
 
 
 def drop_layouts(live: LiveCapture, kinds: Collection[str] | None = None, *, but: Collection[str] = ()) -> None:
@@ -111,9 +138,21 @@ def _step(live: LiveCapture, without: str | None) -> Callable[[], Any]:
     return run
 
 
-def _difference(
+def time_difference(
     before: Callable[[], Any], after: Callable[[], Any], *, live: LiveCapture, on_cuda: bool, timer: HostTimer
 ) -> Difference:
+    """Time two ways to run a step against each other, in CUDA graphs where these can hold both.
+
+    Args:
+        before: runs the step.
+        after: runs it in the other way.
+        live: of the step; what it moves on is put back before each run.
+        on_cuda: whether the step runs on a GPU.
+        timer: of steps on a CPU.
+
+    Returns:
+        The second minus the first.
+    """
     calls = [before, after]
     rewind = live.written.rewind
     if on_cuda:

@@ -17,7 +17,7 @@ import nvtx
 import torch
 
 from fusion_advisor.capture.graph import fx_nodes, op_records, tracer
-from fusion_advisor.capture.layout_trial import drop_layouts, settle_layouts
+from fusion_advisor.capture.layout_trial import SecondLook, drop_layouts, settle_layouts
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.capture.unchanged_step import Measurement, UnchangedStep
@@ -58,6 +58,7 @@ def profile_model(
     how: Measurement,
     note: Callable[[str], None] = lambda _: None,
     timer: HostTimer | None = None,
+    second_look: SecondLook | None = None,
 ) -> tuple[Capture, tracer.LiveCapture]:
     """Profile one step of a model.
 
@@ -70,6 +71,7 @@ def profile_model(
         how: how the eager step is timed, and both steps are traced.
         note: called with one sentence per finished part.
         timer: times the eager step; left out, the one of the device.
+        second_look: at a change of layouts that makes the unfused step slower.
 
     Returns:
         The record, and the live graphs that ``fuse`` rewrites.
@@ -90,7 +92,7 @@ def profile_model(
         timed.refuse_profiler()
         _, eager_trace = step.trace(how)
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
-        live.layouts = settle_layouts(live, how.layouts, on_cuda=on_cuda, timer=timer, note=note)
+        live.layouts = settle_layouts(live, how.layouts, on_cuda=on_cuda, timer=timer, note=note, second_look=second_look)
     ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=how.with_nvtx, traced_steps=how.traced_steps)
     note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")
     capture = Capture(
@@ -116,7 +118,19 @@ def profile_regions(live: tracer.LiveCapture, bandwidth: Bandwidth, device: torc
         device: where the tensors are.
     """
     drop_layouts(live)  # nobody says what they change
-    ops, traced = _trace_regions(live, on_cuda=device.type == "cuda", with_nvtx=False)
+    return profile_as_it_is(live, bandwidth, device)
+
+
+def profile_as_it_is(live: tracer.LiveCapture, bandwidth: Bandwidth, device: torch.device, *, traced_steps: int = 3) -> Capture:
+    """Profile captured graphs with whatever copies of layouts are in them.
+
+    Args:
+        live: regions with the tensors of a call.
+        bandwidth: ceilings of the device.
+        device: where the tensors are.
+        traced_steps: of which the median one is taken.
+    """
+    ops, traced = _trace_regions(live, on_cuda=device.type == "cuda", with_nvtx=False, traced_steps=traced_steps)
     nothing = wall_timer.as_timing([traced.device_ns], "traced")
     return Capture(
         workload=Workload(
@@ -129,6 +143,7 @@ def profile_regions(live: tracer.LiveCapture, bandwidth: Bandwidth, device: torc
         eager_step=nothing,
         bandwidth=bandwidth,
         quality=_quality(traced, traced, ops, live),
+        region_runs=live.runs_of_regions(),
     )
 
 

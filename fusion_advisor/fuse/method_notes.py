@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -56,3 +57,31 @@ def method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tup
         f"{len(bench.live.regions)} captured graph(s), run {len(bench.live.in_order())} time(s) in a step.",
         *([] if bench.live.is_whole() else [in_parts]),
     )
+
+
+def which_step(traced: int) -> str:
+    """Say which of the traced steps is shown.
+
+    Args:
+        traced: how many were.
+    """
+    return "the only one traced" if traced == 1 else f"the median of {traced} that were traced"
+
+
+def written_notes(written: Written) -> tuple[str, ...]:
+    """Say what repeating a step that writes (to a KV cache, say) means for the figures.
+
+    Args:
+        written: what a call changes outside its result.
+    """
+    notes = []
+    if written.tensors or written.made:
+        total = len(written.tensors) + len(written.made)
+        notes.append(f"A step writes to {total} tensors among its inputs; what moves on is put back before every run, untimed.")
+    counts = sorted({name for _, name, value in written.attributes if type(value) is int})
+    if counts:
+        notes.append(
+            f"A step counts in Python ({', '.join(counts)}), so that each position is a call of its own: what is fused here "
+            "holds for this position only."
+        )
+    return tuple(notes)

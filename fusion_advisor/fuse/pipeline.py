@@ -32,9 +32,11 @@ from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.try_fusions import kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
 from fusion_advisor.fuse.installed import LAST_STAGE, LastStage
+from fusion_advisor.fuse.layouts.fused_trial import second_look
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import named_tensors
 from fusion_advisor.fuse.live.module_guard import is_training
+from fusion_advisor.fuse.method_notes import which_step, written_notes
 from fusion_advisor.fuse.passes.layout_copies import LAYOUTS
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
@@ -138,7 +140,7 @@ def _apply(
         ahead = builds.enter_context(building_ahead(loaded, progress))
         capture, live, plan = _profile(
             loaded, options, progress, clock, is_timed=options.is_timed, timer=instruments.timer,
-            environment=environment,
+            environment=environment, ahead=ahead,
         )  # fmt: skip
         at_the_end.callback(live.written.restore)
         _refuse_without_output(loaded, live)
@@ -277,6 +279,7 @@ def _profile(
     is_timed: bool = True,
     timer: HostTimer | None = None,
     environment: Environment | None = None,
+    ahead: BuildAhead | None = None,
 ) -> tuple[Capture, LiveCapture, Plan]:
     device = loaded.record.device
     with clock.phase("bandwidth"):
@@ -294,6 +297,7 @@ def _profile(
             how=measurement_of(options),
             note=progress.note,
             timer=timer,
+            second_look=second_look(options, bandwidth, torch.device(device), timer, progress.note, ahead, is_timed=is_timed),
         )
     for warning in capture.quality.warnings:
         progress.warn(warning)
@@ -332,7 +336,7 @@ def _report(
     on_cuda = capture.environment.device_kind == "cuda"
     notes = (
         "Shares come from a traced run, every wall time from runs without a profiler.",
-        f"Device time is the sum of raw kernel events of one step ({_which_step(options.steps)})."
+        f"Device time is the sum of raw kernel events of one step ({which_step(options.steps)})."
         if on_cuda
         else "On a CPU a launch is one ATen op call that computes, and device time the sum of their durations.",
         "A launch has the category of its ATen op; one without an op (a replayed graph, Inductor) has that of its kernel's name.",
@@ -355,27 +359,8 @@ def _report(
         findings=findings,
         launch_verdict=judge_launches(capture, plan.chains, plan.answers),
         durations_s=tuple(clock.durations_s),
-        notes=(*notes, *_written_notes(written)),
+        notes=(*notes, *written_notes(written)),
     )
-
-
-def _which_step(traced: int) -> str:
-    return "the only one traced" if traced == 1 else f"the median of {traced} that were traced"
-
-
-def _written_notes(written: Written) -> tuple[str, ...]:
-    """What repeating a step that writes (to a KV cache, say) means for the figures."""
-    notes = []
-    if written.tensors or written.made:
-        total = len(written.tensors) + len(written.made)
-        notes.append(f"A step writes to {total} tensors among its inputs; what moves on is put back before every run, untimed.")
-    counts = sorted({name for _, name, value in written.attributes if type(value) is int})
-    if counts:
-        notes.append(
-            f"A step counts in Python ({', '.join(counts)}), so that each position is a call of its own: what is fused here "
-            "holds for this position only."
-        )
-    return tuple(notes)
 
 
 @contextmanager

@@ -88,13 +88,24 @@ def _sizes(program):
 
 
 def _furthest(program, store):
-    """How far the positions that a store's guard lets through move it: to the extent that they are compared with."""
+    """How far positions move a store: to the extent that its guard compares them with, or as far as its row's index does."""
     if not store.args:
         return 0
+    if store.guard is None:
+        return sum(_greatest(program, number) * step for number, step in zip(store.args, store.steps, strict=True))
     values, waiting = program.values, [store.guard]
     while values[waiting[-1]].op != "extent":
         waiting += values[waiting.pop()].args
     return sum(store.steps) * (values[waiting[-1]].constant - 1)
+
+
+def _greatest(program, number):
+    """The greatest value of an index, or of what it is over or modulo an extent."""
+    value = program.values[number]
+    if value.op == "index":
+        return program.dims[value.dim] - 1
+    inner, extent = _greatest(program, value.args[0]), program.values[value.args[1]].constant
+    return inner // extent if value.op == "quotient" else min(inner, extent - 1)
 
 
 def _one(program, value, args, guard, inputs):

@@ -44,6 +44,19 @@ def normed_last(x, weight, bias):
     return functional.group_norm(x * 2, 1, weight, bias).contiguous(memory_format=LAST)
 
 
+def normed_groups(x, residual, time, weight, bias):
+    """A diffusion net's: what the norm reads is a sum, and SiLU follows."""
+    normed = functional.group_norm(x + residual + time, 3, weight, bias, 1e-6).contiguous(memory_format=LAST)
+    return functional.silu(normed)
+
+
+def normed_pairs(x):
+    return functional.group_norm(x, x.shape[1] // 2).contiguous(memory_format=LAST) * 2
+
+
+NORMS = (normed_last, normed_groups, normed_pairs)
+
+
 def repeated(x):
     return (x * 2).repeat(2, 1, 1, 3) + 1
 
@@ -70,13 +83,18 @@ def _cases():
     yield "group norm, last", (normed_last, LAST, IMAGES, (16,), (16,))
     yield "group norm of odd channels, last", (normed_last, LAST, (2, 9, 5, 3), (9,), (9,))
     yield "group norm in parts, last", (normed_last, LAST, (2, 24, 30, 27), (24,), (24,))
+    for name, images in (("", (2, 24, 6, 7)), (" of one image", (1, 15, 5, 4)), (" in parts", (2, 24, 42, 36))):
+        of_image = (images[0], images[1], 1, 1)
+        yield f"group norm of groups{name}, last", (normed_groups, LAST, images, images, of_image, (images[1],), (images[1],))
+    yield "group norm of pairs in parts, last", (normed_pairs, LAST, (1, 64, 32, 36))
 
 
 CASES = dict(_cases())
 INTERPRETED = (
     "mean less itself, last", "mean less itself, first", "padded mean, last", "mean over a number, first", "maximum, last",
     "repeat, last", "repeat, first", "cut repeat, last", "repeat of copied heads", "group norm, last",
-    "group norm in parts, last",
+    "group norm in parts, last", "group norm of groups, last", "group norm of groups in parts, last",
+    "group norm of pairs in parts, last",
 )  # fmt: skip
 
 
@@ -85,7 +103,7 @@ def make_inputs(name, dtype):
     function, layout, *shapes = CASES[name]
     generator = torch.Generator().manual_seed(0)
     found = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    if function is not normed_last:
+    if function not in NORMS:
         for channel, (number, row, column) in enumerate(((math.nan, 2, 3), (math.inf, 0, 0), (-math.inf, 4, 4))):
             found[0][0, channel, row, column] = number
     return [one.contiguous(memory_format=layout) if one.dim() == 4 else one for one in found]

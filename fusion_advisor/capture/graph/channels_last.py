@@ -6,7 +6,7 @@ last, runs on a slower kernel. So the first image is copied to channels last (``
 layout, as convolutions, norms, pools and pointwise ops do by themselves.
 
 A group norm does not on CUDA: torch copies what it reads to channels first and returns that. Its result is copied back where the
-convolutions spare more bytes than that costs. A chain of norm and copy (``chains.op_inputs.relaid_norm``) needs neither copy.
+convolutions spare more bytes than our norm moves. A chain of norm and copy (``chains.op_inputs.relaid_norm``) needs neither copy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.records import OpClass
 
 ID = "channels-last"
-_CONVOLUTION = torch.ops.aten.conv2d.default
-_GROUP_NORM = torch.ops.aten.group_norm.default
+CONVOLUTION = torch.ops.aten.conv2d.default
+GROUP_NORM = torch.ops.aten.group_norm.default
+_PERMUTE = torch.ops.aten.permute.default
 _COPIES = (torch.ops.aten.contiguous.default, torch.ops.aten.clone.default)
 _FEWEST = 3
 """Convolutions: fewer gain less than the first and the last copy cost."""
@@ -47,7 +48,7 @@ def lay_channels_last(
         is_quicker: given an image, says whether convolutions of it are.
         fake_result: returns a node's fake result; left out, torch says.
     """
-    convolutions = [node for node in graph_module.graph.nodes if node.target is _CONVOLUTION and _image(node).dim() == 4]
+    convolutions = [node for node in graph_module.graph.nodes if node.target is CONVOLUTION and _image(node).dim() == 4]
     first = [node for node in convolutions if not _is_channels_last(_image(node)) and is_quicker(_image(node))]
     if len(first) < _FEWEST:
         return 0
@@ -79,7 +80,7 @@ def _lay(change: Relayout, first: list[Node]) -> bool:
 
 def _readers_after_norm(norm: Node) -> list[Node]:
     """Return what reads a group norm's result and gets it in channels last; none unless the norm alone leaves that layout."""
-    if norm.target is not _GROUP_NORM:
+    if norm.target is not GROUP_NORM:
         return []
     image, result = norm.all_input_nodes[0].meta["val"], norm.meta["val"]
     if result.dim() != 4 or not _is_channels_last(image) or _is_channels_last(result):
@@ -88,15 +89,21 @@ def _readers_after_norm(norm: Node) -> list[Node]:
 
 
 def _takes_any_layout(reader: Node) -> bool:
-    """Whether an op takes images as they lie: no view, which shows the norm's memory, and no copy."""
+    """Whether an op takes images as they lie: no copy, and no view, which shows the norm's memory.
+
+    An attention block's permuted view is none of these: it makes rows of pixels, which lie so in channels last and are copied
+    otherwise.
+    """
+    if reader.target is _PERMUTE:
+        return reader.args[1] == [0, 2, 3, 1]
     if not isinstance(reader.target, torch._ops.OpOverload) or reader.target in _COPIES:
         return False
     return class_of(base_name(str(reader.target))) is not OpClass.VIEW
 
 
 def _norm_bytes(change: Relayout) -> int:
-    """Bytes that norms in channels last move more: what they read and what they return is copied, unless a kernel does both."""
-    return sum(4 * _bytes(copy.meta["val"]) for copy in change.restored)
+    """Bytes that norms in channels last move more: our kernel reads an image twice, and without it what it reads is copied."""
+    return sum(2 * _bytes(copy.meta["val"]) for copy in change.restored)
 
 
 def _convolution_bytes(convolutions: list[Node]) -> int:

@@ -145,7 +145,24 @@ def keep_copies(graph: Graph, kind: str) -> int:
     marked = [node for node in graph.nodes if node.meta.get(LAID_OUT) == kind]
     for node in marked:
         del node.meta[LAID_OUT]
+        _pass_by(graph, node)
     return len(marked)
+
+
+def _pass_by(graph: Graph, copy: Node) -> None:
+    """Let a copy read what the model copied away from the same layout: the model's own copy goes, and this one copies nothing.
+
+    A diffusion net does that: rows of pixels become an image again, ``permute(...).contiguous()``, ahead of a convolution.
+    """
+    own = copy.all_input_nodes[0]
+    if own.target is not _CONTIGUOUS or LAID_OUT in own.meta or len(own.args) != 1:
+        return
+    given = own.all_input_nodes[0].meta.get("val")
+    reads_alone = all(user.target is torch.ops.aten.conv2d.default for user in copy.users)
+    if reads_alone and isinstance(given, torch.Tensor) and given.is_contiguous(memory_format=copy.kwargs["memory_format"]):
+        copy.replace_input_with(own, own.all_input_nodes[0])
+        if not own.users:
+            graph.erase_node(own)
 
 
 def take_copies_out(graph: Graph, kind: str | None = None) -> set[Node]:

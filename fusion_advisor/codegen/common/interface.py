@@ -113,6 +113,8 @@ class Rendered:
     """C++: what the compiler is called with."""
     is_for_one_arch: bool = False
     """CUDA: uses instructions that no other generation has; ``sm_90a``, not ``sm_90``."""
+    parts: tuple[Rendered, ...] = ()
+    """The launches of a kernel that takes several, in order, each with the whole source; empty where it takes one."""
     text: str = ""
     """The whole file with its launcher, see ``codegen.standalone``; empty where none was asked for."""
 

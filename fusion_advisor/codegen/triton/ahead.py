@@ -13,6 +13,8 @@ from typing import Any
 
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of
 from fusion_advisor.codegen.common.interface import Rendered
+from fusion_advisor.codegen.split.channel_groups import split_groups
+from fusion_advisor.codegen.split.several import rendered_parts
 from fusion_advisor.codegen.triton.backend import load_source
 from fusion_advisor.codegen.triton.direct_launch import compile_options, warmed
 from fusion_advisor.codegen.triton.launch import launch_of
@@ -70,6 +72,10 @@ def compile_ahead(program: Program, rendered: Rendered, arch: int) -> None:
     from triton.runtime import driver
 
     driver.set_active(TargetOnly(arch))
+    if rendered.parts:
+        for own, one in rendered_parts(program, rendered, split_groups):
+            compile_ahead(own, one, arch)
+        return
     calls = calls_of(program, flatten_rows=False)
     if all(call.plan.is_empty for call in calls):
         return

@@ -41,6 +41,8 @@ from fusion_advisor.codegen.common.interface import (
     environment,
 )
 from fusion_advisor.codegen.common.printer import Unsupported
+from fusion_advisor.codegen.split.channel_groups import split_groups
+from fusion_advisor.codegen.split.several import SeveralKernels, render_parts, rendered_parts
 from fusion_advisor.codegen.triton.body import looped, rows_stay_cached, straight
 from fusion_advisor.codegen.triton.direct_launch import TritonLauncher, compile_options, last_cause
 from fusion_advisor.codegen.triton.interpreted import for_interpreter, is_interpreted
@@ -80,6 +82,8 @@ class TritonBackend:
             KernelBuildFailed: the Program holds an op that Triton cannot express.
             ValueError: a Program of ``elsewhere`` has another layout.
         """
+        if not elsewhere and (parts := split_groups(program)) is not None:
+            return render_parts(self, parts, header, fast_math=fast_math)
         calls = calls_of(program, flatten_rows=False)
         arguments = open_arguments(program, elsewhere, flatten_rows=False)
         is_looped = walks_columns(calls[0].plan, tuning)
@@ -118,13 +122,21 @@ class TritonBackend:
             has_asserts="checked" in helpers,
         )  # fmt: skip
 
-    def build(self, rendered: Rendered, path: Path) -> TritonKernel:
+    def build(self, rendered: Rendered, path: Path) -> TritonKernel | SeveralKernels:
         """Write the source to ``path`` and import it; machine code is made when a Program is bound.
 
         Raises:
             KernelBuildFailed: the file cannot be imported.
         """
-        return TritonKernel(for_interpreter(rendered) if is_interpreted() else rendered, path)
+        if rendered.parts:
+            text = rendered.file_text
+            kernels = [TritonKernel(_for_here(replace(one, text=text)), path) for one in rendered.parts]
+            return SeveralKernels(rendered, kernels, split_groups)
+        return TritonKernel(_for_here(rendered), path)
+
+
+def _for_here(rendered: Rendered) -> Rendered:
+    return for_interpreter(rendered) if is_interpreted() else rendered
 
 
 def _source(
@@ -229,11 +241,14 @@ def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[s
         target: compute capability, 80, 90 or 100.
 
     Returns:
-        every stage of Triton's pipeline by name; ``ptx`` and ``cubin`` among them.
+        every stage of Triton's pipeline by name; ``ptx`` and ``cubin`` among them. Of several launches the last one's; all are
+        compiled.
 
     Raises:
         KernelBuildFailed: the cause is Triton's last line.
     """
+    if rendered.parts:
+        return [assembly_for(*one, target) for one in rendered_parts(program, rendered, split_groups)][-1]
     shape, integers = launch_of(calls_of(program, flatten_rows=False), rendered)
     scalars = [value for _, value in integers]
     dtypes = [operand.dtype for operand in program.operands]

@@ -31,7 +31,7 @@ def with_launcher(rendered: Rendered, program: Program, *, layouts: Sequence[Lay
         fast_math: whether the kernel approximates.
     """
     calls = calls_of(program, flatten_rows=False)
-    if all(call.plan.is_empty for call in calls):
+    if rendered.parts or all(call.plan.is_empty for call in calls):
         return rendered.source
     shape, integers = launch_of(calls, rendered)
     tensors = tensors_of(program, layouts)

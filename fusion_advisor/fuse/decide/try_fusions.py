@@ -57,7 +57,7 @@ def try_all(
     """
     bench.observe(plan.fusions)
     if ahead is not None:
-        _submit(ahead, bench, plan, options)
+        submit(ahead, bench, plan.fusions, options)
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
     with kernel_dir_of(options) as kernel_dir:
@@ -103,9 +103,16 @@ def _trials(
     ]
 
 
-def _submit(ahead: BuildAhead, bench: Bench, plan: Plan, options: ApplyOptions) -> None:
-    """Have every launch shape that will be tried compiled, in the order of trying."""
-    for planned in plan.fusions:
+def submit(ahead: BuildAhead, bench: Bench, fusions: Sequence[PlannedFusion], options: ApplyOptions) -> None:
+    """Have every launch shape that will be tried compiled, in the order of trying.
+
+    Args:
+        ahead: compiles.
+        bench: has observed the fusions' first sites.
+        fusions: what will be tried.
+        options: backend and fast_math.
+    """
+    for planned in fusions:
         _, roots = bench.first_site(planned)
         for backend in backends_of(options.backend, planned.program, on_cuda=bench.on_cuda):
             jobs = jobs_of(

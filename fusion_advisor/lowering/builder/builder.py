@@ -80,6 +80,8 @@ class Lowering(Values):
         """By the op that reads at them."""
         self.unrolled: dict[int, None] = {}
         """Loops that are written out: their body is known to differ from turn to turn."""
+        self.has_groups = False
+        """Whether rows are groups of channels: of an image in channels last they are no run of memory."""
 
     # ------------------------------------------------------------------ the loop nest
 

@@ -17,7 +17,7 @@ from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Operand, Program, Store, Value, depends_on
 from fusion_advisor.lowering.builder.loop_order import share_rows
 from fusion_advisor.lowering.builder.lowered import Lowered, Result, written_by
-from fusion_advisor.lowering.builder.unroll import Loops, one_run, written_out
+from fusion_advisor.lowering.builder.unroll import Loops, one_run, refuse_moved_pixels, store_of_pixels, written_out
 
 if TYPE_CHECKING:
     from fusion_advisor.lowering.builder.builder import Lowering
@@ -40,6 +40,10 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
     if len(row) > 1:
         results = one_run(lowering, loops, row, results)
     stores = [_store(lowering, loops, result) for result in results]
+    if len(row) > 1:
+        plain, stores = stores, [store_of_pixels(lowering, loops, row, store) for store in stores]
+        if plain != stores:
+            refuse_moved_pixels(lowering, [number for store in stores for number in store.needs])
     live = [lowering.values[number] for number in _live(lowering.values, [n for store in stores for n in store.needs])]
     addresses = [value.strides for value in live if value.op in ADDRESSED] + [store.strides for store in stores]
     kept = {value.dim for value in live if value.op in ("index", "size")} - set(row)

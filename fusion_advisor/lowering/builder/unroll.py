@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import Place
 from fusion_advisor.ir.dtypes import CannotLower
-from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Value
+from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Store, Value
 from fusion_advisor.lowering.builder.lowered import Result
 
 if TYPE_CHECKING:
@@ -107,8 +107,11 @@ def _fixed(place: Place, variable: int, turn: int) -> Place:
 def one_run(lowering: Lowering, loops: Loops, row: list[int], results: Sequence[Result]) -> list[Result]:
     """Let what does not run along with a row be read at a quotient of the row's index: a channel's weight at ``col // (H * W)``.
 
+    So is a group of an image in channels last, and written: its row is many short runs, one for each pixel. Other tensors as
+    large as the nest are left alone.
+
     Raises:
-        CannotLower: what is written, or read by its index, does not run along.
+        CannotLower: what is read by its index does not run along.
     """
     if any(value.op == "index" and value.dim in row for value in lowering.values):
         raise CannotLower("FA603", "one index does not give the place inside several reduced dims")
@@ -121,10 +124,62 @@ def one_run(lowering: Lowering, loops: Loops, row: list[int], results: Sequence[
         guard = None if value.guard is None else found[value.guard]
         moved = replace(value, args=args, guard=guard)
         runs = _runs(loops, row, value.strides) if value.op == "load" else []
-        if any(value.strides[run[-1]] == 0 for run in runs) and len(runs) > 1:  # else it is as large as the row
+        is_smaller = any(value.strides[run[-1]] == 0 for run in runs)
+        if len(runs) > 1 and (is_smaller or _is_pixels(lowering, runs, value.strides)):
             moved = _at_quotients(lowering, loops, row, moved, runs)
         found[number] = number if moved == value else lowering.emit(moved)
     return [result.renumbered(found) for result in results]
+
+
+def _is_pixels(lowering: Lowering, runs: list[list[int]], strides: tuple[int, ...]) -> bool:
+    """Whether a row is one group's channels of each pixel of an image in channels last."""
+    return lowering.has_groups and len(runs) == 2 and strides[runs[1][-1]] == 1
+
+
+def store_of_pixels(lowering: Lowering, loops: Loops, row: list[int], store: Store) -> Store:
+    """Return a store that follows a row over the pixels of an image in channels last; any other store as it is.
+
+    Args:
+        lowering: gets the values that the address is made of.
+        loops: of the nest.
+        row: the reduced loops, outermost first.
+        store: with one stride for each loop.
+    """
+    runs = _runs(loops, row, store.strides)
+    if not _is_pixels(lowering, runs, store.strides):
+        return store
+    value = Value(op="load", args=store.args, strides=store.strides, steps=store.steps)
+    moved = _at_quotients(lowering, loops, row, value, runs)
+    return replace(store, args=moved.args, steps=moved.steps, strides=moved.strides)
+
+
+def refuse_moved_pixels(lowering: Lowering, needed: Sequence[int]) -> None:
+    """Refuse a norm over groups of channels last that reads other pixels than it writes, or reads some under a guard.
+
+    Its kernel reads an image in whole lines (``codegen.split.channel_groups``). It has none for a cat or a resampled image, which
+    are better a kernel of their own than read in pieces of a few bytes.
+
+    Args:
+        lowering: holds the values.
+        needed: numbers of the values that are stored.
+
+    Raises:
+        CannotLower: it does.
+    """
+    refusal = CannotLower("FA603", "a norm over groups of channels reads each pixel of an image in channels last where it lies")
+    if lowering.unrolled:
+        raise refusal
+    values, waiting, seen = lowering.values, list(needed), set[int]()
+    while waiting:
+        number = waiting.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        value = values[number]
+        waiting += [*value.args, *(() if value.guard is None else (value.guard,))]
+        is_moved = value.op == "remainder" and values[value.args[0]].op == "quotient"
+        if is_moved or (value.op == "load" and value.guard is not None):
+            raise refusal
 
 
 def _runs(loops: Loops, row: list[int], strides: tuple[int, ...]) -> list[list[int]]:

@@ -243,6 +243,7 @@ def _group_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
         raise CannotLower("FA604", f"{op.target} of no elements is left to torch")
     if math.prod(shape) != math.prod(nest.shape):
         raise CannotLower("FA604", f"{op.target} reduces a shape {shape} that is not the chain's loop nest {nest.shape}")
+    lowering.has_groups = True
     cut = (shape[0], groups, math.prod(shape[1:]) // groups)
     members = reshaped(nest.index(), nest.shape, cut, nest.extents)[2]
     row = reshaped(where, shape, cut, nest.extents)[:2]

@@ -188,7 +188,7 @@ def test_norms_that_cost_more_than_the_convolutions_spare_are_not_spanned():
             super().__init__(channels, wide=1)
 
         def forward(self, images):
-            for _ in range(4):
+            for _ in range(8):
                 images = torch.relu(self.first(images))
             return super().forward(images)
 

@@ -130,10 +130,42 @@ def test_a_group_norm_of_one_group_reads_and_writes_channels_last(shape):
     assert program.dims[-1] == math.prod(shape[1:])
 
 
-def test_a_group_norm_does_not_change_the_layout_nor_take_groups_out_of_channels_last():
+@pytest.mark.parametrize("shape", [(2, 6, 4, 5), (1, 6, 4, 5), (2, 6, 4, 1), (2, 6, 1, 5), (3, 6, 3, 3)])
+@pytest.mark.parametrize("groups", [2, 3])
+def test_a_group_norm_of_several_groups_does_so_too(shape, groups):
+    images, weight, bias = rand(*shape).contiguous(memory_format=LAST), rand(6, seed=1), rand(6, seed=2)
+    added = rand(*shape, seed=3).contiguous(memory_format=LAST)
+    time = rand(shape[0], 6, 1, 1, seed=4)
+
+    def normed(x, y, z, w, b):
+        total = x * w[:, None, None] + y + z
+        return functional.silu(functional.group_norm(total, groups, w, b)), total
+
+    program = check(normed, images, added, time, weight, bias, rtol=1e-10)
+    assert program.dims[-2:] == (groups, math.prod(shape[1:]) // groups)
+    loads = [value for value in program.values if value.op == "load"]
+    assert all(value.strides[-1] == 0 for value in loads) and {len(value.args) for value in loads} == {1, 2}
+
+
+def test_a_group_norm_does_not_change_the_layout():
     images = rand(2, 6, 4, 5).contiguous(memory_format=LAST)
     assert "one run" in refusal(lambda x: functional.group_norm(x, 1).contiguous(), images)[1]
-    assert "one run" in refusal(lambda x: functional.group_norm(x, 2) + 1, images)[1]
+    assert "one run" in refusal(lambda x: functional.group_norm(x, 2).contiguous(), images)[1]
+
+
+def test_a_group_norm_of_several_groups_takes_in_no_cat_and_no_resampled_image():
+    def last(*shape):
+        return rand(*shape).contiguous(memory_format=LAST)
+
+    def joined(x, y):
+        return functional.group_norm(torch.cat([x, y], 1), 2)
+
+    def resampled(x):
+        return functional.group_norm(functional.interpolate(x, scale_factor=2.0), 2)
+
+    for widths in ((6, 6), (4, 8)):
+        refusal(joined, *(last(2, width, 4, 5) for width in widths))
+    assert "each pixel" in refusal(resampled, last(2, 6, 4, 5))[1]
 
 
 def cases(*dtypes):
@@ -182,7 +214,7 @@ def test_triton_computes_it_in_the_interpreter(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", ["mean less itself, last", "maximum, first", "group norm, last"])
+@pytest.mark.parametrize("name", ["mean less itself, last", "maximum, first", "group norm, last", "group norm of groups, last"])
 def test_triton_compiles_it(name):
     lowered, _ = lower_function(CASES[name][0], *make_inputs(name, torch.bfloat16))
     rendered = backend_of("triton").render(lowered.program, HEADER, tuning=Tuning(), fast_math=False)

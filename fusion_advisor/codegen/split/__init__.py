@@ -1,0 +1,1 @@
+"""Programs that take several launches: one that is cut into smaller ones, with scratch memory between them."""
