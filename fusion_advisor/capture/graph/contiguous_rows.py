@@ -7,21 +7,30 @@ take 86 µs each where 19 would do, and 23 copies take 1.06 ms of a step of 5.4 
 
 So where two or more ops read rows of such values, the permuted value that begins them is made contiguous (``layout_copies``).
 Not an image in channels last on its way to a convolution that reads it so: an attention block's result in a diffusion net.
+
+Attention reads rows of its mask. A bias of relative positions is looked up as ``[queries, keys, heads]`` and permuted: the keys
+of a row do not lie side by side, and no attention kernel for GPUs takes such a mask. PyTorch then computes the formula op by op
+in fp32, in 18 launches for each self-attention of a T5 on an H100. So the mask is made contiguous, once for all layers that share
+it (``docs/measurements/zoo.md``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.channels_last import CONVOLUTION, GROUP_NORM, is_quicker_channels_last
+from fusion_advisor.capture.graph.fx_nodes import ATTENTION, attention_argument, storages, written_storages
 from fusion_advisor.capture.graph.layout_copies import Relayout
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.records import OpClass
+from fusion_advisor.runtime.torch_internals import aten_ops
 
 ID = "contiguous-rows"
+MASKS_ID = "contiguous-masks"
 _FEWEST_READERS = 2
 _FEWEST_ELEMENTS = 1 << 12
 
@@ -71,6 +80,84 @@ def _is_image(start: Node) -> bool:
     return False
 
 
+def has_attention_kernel(call: Node) -> bool:
+    """Whether one kernel serves an attention call on its fake tensors' device; on a CPU no layout of a mask changes that.
+
+    Args:
+        call: of ``scaled_dot_product_attention``.
+    """
+    if not call.meta["val"].is_cuda:
+        return True
+    given: tuple[Any, Any] = torch.fx.node.map_arg((call.args, call.kwargs), lambda source: source.meta["val"])
+    return aten_ops.has_attention_kernel(*given[0], **given[1])
+
+
+def lay_masks_out(graph_module: GraphModule, has_kernel: Callable[[Node], bool] = has_attention_kernel) -> int:
+    """Make the masks contiguous that keep attention from being one kernel; returns how many copies that takes.
+
+    A mask that pointwise ops make of a permuted bias is left to them, and the bias is copied: their results then have rows too.
+
+    Args:
+        graph_module: traced on fake tensors; rewritten in place.
+        has_kernel: given an attention call, says whether one kernel serves it.
+    """
+    written = {key for node in graph_module.graph.nodes for key in written_storages(node)}
+    waiting = [node for node in graph_module.graph.nodes if _has_strided_mask(node) and not has_kernel(node)]
+    copies = 0
+    for origins in (True, False):
+        starts: dict[Node, list[Node]] = {}
+        for call in waiting:
+            mask = attention_argument(call, "attn_mask")
+            for start in _origins(mask) if origins else [mask]:
+                starts.setdefault(start, []).append(call)
+        for start, calls in starts.items():
+            if written.isdisjoint(storages(start)) and all(_has_strided_mask(call) for call in calls):
+                copies += _lay_mask_out(graph_module, start, calls, has_kernel, with_all=origins)
+        waiting = [call for call in waiting if _has_strided_mask(call)]
+    return copies
+
+
+def _lay_mask_out(
+    graph_module: GraphModule, start: Node, calls: list[Node], has_kernel: Callable[[Node], bool], *, with_all: bool
+) -> int:
+    """Copy a mask for its attention calls, or what it is made of for all readers; returns the copies, 0 where they are no use."""
+    change = Relayout(graph_module, MASKS_ID)
+    is_laid_out = change.copy(start, torch.contiguous_format, None if with_all else calls)
+    is_of_use = is_laid_out and len(change.copies) == 1 and all(map(has_kernel, calls))
+    if is_of_use and change.keep():
+        return len(change.copies)
+    change.undo()
+    return 0
+
+
+def _has_strided_mask(node: Node) -> bool:
+    """Whether a node is an attention call whose mask's layout alone may keep kernels away.
+
+    Dropout would draw other numbers in a kernel. A mask of another dtype than the query's, which is no bool, fits none.
+    """
+    if node.target is not ATTENTION or attention_argument(node, "dropout_p") or attention_argument(node, "is_causal"):
+        return False
+    mask, query = attention_argument(node, "attn_mask"), attention_argument(node, "query")
+    if not all(isinstance(one, Node) and isinstance(one.meta.get("val"), torch.Tensor) for one in (mask, *node.all_input_nodes)):
+        return False
+    value = mask.meta["val"]
+    return value.dtype in (torch.bool, query.meta["val"].dtype) and value.shape[-1] > 1 and value.stride(-1) != 1
+
+
+def _origins(mask: Node) -> list[Node]:
+    """Return the permuted values from which pointwise ops have a mask's layout; the mask itself where none made it."""
+    found: dict[Node, None] = {}
+    waiting, seen = [mask], {mask}
+    while waiting:
+        node = waiting.pop()
+        sources = [source for source in node.all_input_nodes if _is_across(source, 1)] if _is_pointwise(node) else []
+        if not sources:
+            found[node] = None
+        waiting += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return list(found)
+
+
 def _readers(start: Node) -> int:
     """Count the ops that read rows of a value, or of what pointwise ops make of it in the same layout."""
     seen, waiting, readers = {start}, [start], 0
@@ -86,10 +173,10 @@ def _readers(start: Node) -> int:
     return readers
 
 
-def _is_across(node: Node) -> bool:
+def _is_across(node: Node, fewest: int = _FEWEST_ELEMENTS) -> bool:
     """Whether a value holds all of a dense memory, in an order in which its rows are strided."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.numel() < _FEWEST_ELEMENTS or value.shape[-1] < 2:
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.numel() < fewest or value.shape[-1] < 2:
         return False
     return value.stride(-1) != 1 and bool(torch.ops.aten.is_non_overlapping_and_dense.default(value))
 

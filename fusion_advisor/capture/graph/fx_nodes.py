@@ -14,6 +14,9 @@ from torch.fx import Node
 
 from fusion_advisor.runtime.torch_internals import tensor_memory
 
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""In order; the others are given by name."""
 _MODEL = re.compile(r"^L\['(self'\]|\w+'\]\.__self__|\w+'\]\[0\])")
 """How dynamo calls the model in the frame that it captured: forward's own, torch's around it, or a decorator's ``*args``."""
 
@@ -45,6 +48,17 @@ def written_storages(node: Node) -> list[int]:
             if isinstance(item, Node):
                 written += storages(item)
     return written
+
+
+def attention_argument(call: Node, name: str) -> Any:
+    """Return an argument of an attention call; None where it is left out.
+
+    Args:
+        call: of ``scaled_dot_product_attention``.
+        name: one of :data:`ATTENTION_ARGUMENTS`.
+    """
+    position = ATTENTION_ARGUMENTS.index(name)
+    return call.args[position] if position < len(call.args) else call.kwargs.get(name)
 
 
 def is_idle_dropout(node: Node) -> bool:

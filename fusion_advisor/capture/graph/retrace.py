@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.channels_last import lay_channels_last
-from fusion_advisor.capture.graph.contiguous_rows import lay_rows_out
+from fusion_advisor.capture.graph.contiguous_rows import lay_masks_out, lay_rows_out
 from fusion_advisor.capture.graph.dedupe import retrace_distinct
 from fusion_advisor.capture.graph.func_transforms import without_transforms
 from fusion_advisor.capture.graph.functional_form import pad_by_numbers, put_numbers_in, write_out_of_place
@@ -52,6 +52,7 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     if not any(symbolic_sizes.is_symbolic(value) for value in dynamo.placeholder_values(graph_module)):  # they compare sizes
         lay_rows_out(traced)
         lay_channels_last(traced)
+        lay_masks_out(traced)
         split_bias(traced, aten_ops.adds_bias_after_convolution, is_slower_with_bias)
     return traced
 

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.capture.graph.fx_nodes import (
+    ATTENTION,
+    ATTENTION_ARGUMENTS,
+    attention_argument,
+    storages,
+    written_storages,
+)
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.chains.trace_bytes import read_bytes
 from fusion_advisor.fuse.passes.constant_folding import evaluate, foldable_nodes, literals_of
@@ -22,10 +28,8 @@ from fusion_advisor.records import Arg, Capture, OpClass, OpNode, Ref, TensorMet
 from fusion_advisor.runtime.torch_internals import aten_ops
 from fusion_advisor.verify.subgraph_oracle import extent
 
-_SDPA = torch.ops.aten.scaled_dot_product_attention.default
-_ATTENTION = "aten.scaled_dot_product_attention.default"
-"""The same in a capture."""
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_CAPTURED_ATTENTION = "aten.scaled_dot_product_attention.default"
+"""An attention call in a capture."""
 
 
 def drop_masks(graph: Graph, region: Region, _constants: dict[str, torch.Tensor]) -> int:
@@ -67,11 +71,11 @@ def share_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tenso
     theirs = {key for node in graph.nodes for key in written_storages(node)}
     groups: dict[Any, list[Node]] = {}
     for node in graph.nodes:
-        mask = _argument(node, "attn_mask") if node.target is _SDPA else None
-        if not isinstance(mask, Node) or _argument(node, "is_causal") or _argument(node, "dropout_p"):
+        mask = attention_argument(node, "attn_mask") if node.target is ATTENTION else None
+        if not isinstance(mask, Node) or attention_argument(node, "is_causal") or attention_argument(node, "dropout_p"):
             continue
         if mask.meta["val"].dtype == torch.bool and not theirs.intersection(storages(mask)):
-            query = _argument(node, "query").meta["val"]
+            query = attention_argument(node, "query").meta["val"]
             groups.setdefault((mask, query.dtype, query.device), []).append(node)
     changed = 0
     for (mask, *_), calls in groups.items():
@@ -88,9 +92,9 @@ def group_query_heads(graph: Graph, _region: Region, _constants: dict[str, torch
     """Let attention read the shared KV heads itself (``enable_gqa``) instead of copying them once per query head."""
     changed = 0
     for node in graph.nodes:
-        if node.target is not _SDPA or node.kwargs.get("enable_gqa"):
+        if node.target is not ATTENTION or node.kwargs.get("enable_gqa"):
             continue
-        key, value = _unrepeated(_argument(node, "key")), _unrepeated(_argument(node, "value"))
+        key, value = _unrepeated(attention_argument(node, "key")), _unrepeated(attention_argument(node, "value"))
         if key is None or value is None:
             continue
         arguments = list(node.args)
@@ -102,8 +106,8 @@ def group_query_heads(graph: Graph, _region: Region, _constants: dict[str, torch
 
 def masked_calls(graph: Graph) -> dict[Node, Node]:
     """Return the attention calls that are given a mask, each with it."""
-    calls = [node for node in graph.nodes if node.target is _SDPA and not _argument(node, "is_causal")]
-    masks = {node: _argument(node, "attn_mask") for node in calls}
+    calls = [node for node in graph.nodes if node.target is ATTENTION and not attention_argument(node, "is_causal")]
+    masks = {node: attention_argument(node, "attn_mask") for node in calls}
     return {node: mask for node, mask in masks.items() if isinstance(mask, Node)}
 
 
@@ -114,20 +118,18 @@ def put_flag(call: Node, meaning: str) -> None:
         call: of ``scaled_dot_product_attention``.
         meaning: of its mask: ``causal`` or ``all true``.
     """
-    arguments = [_argument(call, name) for name in _ARGUMENTS]
+    arguments = [attention_argument(call, name) for name in ATTENTION_ARGUMENTS]
     arguments[3], arguments[5] = None, meaning == "causal"
     arguments[4] = arguments[4] or 0.0
-    call.args, call.kwargs = tuple(arguments), {name: value for name, value in call.kwargs.items() if name not in _ARGUMENTS}
-
-
-def _argument(node: Node, name: str) -> Any:
-    position = _ARGUMENTS.index(name)
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    call.args, call.kwargs = (
+        tuple(arguments),
+        {name: value for name, value in call.kwargs.items() if name not in ATTENTION_ARGUMENTS},
+    )
 
 
 def _additive(call: Node) -> torch.Tensor | None:
     """Return the additive mask that a call makes of a boolean one that holds both values; None where it makes no such mask."""
-    query, key, value, mask = (_any_like(_argument(call, name).meta["val"]) for name in _ARGUMENTS[:4])
+    query, key, value, mask = (_any_like(attention_argument(call, name).meta["val"]) for name in ATTENTION_ARGUMENTS[:4])
     if bool(mask.all()):  # one key: what stands for "not allowed" cannot be seen
         return None
     made = aten_ops.mask_in_attention(query, key, value, mask, **_options(call))
@@ -144,12 +146,12 @@ def _any_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _layouts(call: Node) -> tuple[Any, ...]:
-    values = [_argument(call, name).meta["val"] for name in _ARGUMENTS[:3]]
+    values = [attention_argument(call, name).meta["val"] for name in ATTENTION_ARGUMENTS[:3]]
     return (*((value.shape, value.stride(), value.dtype) for value in values), *sorted(_options(call).items()))
 
 
 def _options(call: Node) -> dict[str, Any]:
-    return {name: value for name, value in call.kwargs.items() if name not in _ARGUMENTS}
+    return {name: value for name, value in call.kwargs.items() if name not in ATTENTION_ARGUMENTS}
 
 
 def _put_mask(graph: Graph, mask: Node, calls: list[Node], additive: torch.Tensor) -> None:
@@ -165,10 +167,10 @@ def _put_mask(graph: Graph, mask: Node, calls: list[Node], additive: torch.Tenso
         made = graph.call_function(torch.ops.aten.where.self, (mask, *numbers))
         made.meta = {**origin, "val": like.new_empty_strided(like.shape, additive.stride(), dtype=additive.dtype)}
     for call in calls:
-        arguments = [_argument(call, name) for name in _ARGUMENTS[:4]]
+        arguments = [attention_argument(call, name) for name in ATTENTION_ARGUMENTS[:4]]
         rest = call.args[4:]
         call.args = (*arguments[:3], made, *rest)
-        call.kwargs = {name: value for name, value in call.kwargs.items() if name not in _ARGUMENTS[:4]}
+        call.kwargs = {name: value for name, value in call.kwargs.items() if name not in ATTENTION_ARGUMENTS[:4]}
 
 
 def meaning_of(mask: torch.Tensor) -> str | None:
@@ -208,7 +210,7 @@ def _unrepeated(node: object) -> Node | None:
 def _dropped_masks_ns(effect: PassEffect) -> int:
     """Attention is expected to run as long as eager's, which builds no mask, in as many launches."""
     capture = effect.capture
-    ops = {op.index for op in capture.ops if op.target == _ATTENTION} - set(effect.removed)
+    ops = {op.index for op in capture.ops if op.target == _CAPTURED_ATTENTION} - set(effect.removed)
     traced = [launch for launch in capture.launches if launch.op_index in ops or launch.category == OpClass.ATTENTION]
     eager = [launch for launch in capture.eager_launches if launch.category == OpClass.ATTENTION]
     beyond_ns = sum(launch.duration_ns for launch in traced) - sum(launch.duration_ns for launch in eager)
@@ -219,7 +221,7 @@ def _grouped_heads_ns(effect: PassEffect) -> int:
     """Attention of a single token does little more than read keys and values, and is expected to read fewer bytes."""
     capture, unread_bytes = effect.capture, 0
     for node, index, often in effect.nodes():
-        if index is None or capture.ops[index].target != _ATTENTION:
+        if index is None or capture.ops[index].target != _CAPTURED_ATTENTION:
             continue
         before = [_read(capture, value) for value in capture.ops[index].args[1:3]]
         after = [value.meta["val"] for value in node.args[1:3] if isinstance(value, Node)]
@@ -237,7 +239,9 @@ def _read(capture: Capture, value: Arg) -> TensorMeta | None:
 def _shared_masks_ns(effect: PassEffect) -> int:
     """Kernels that turn a boolean mask into an additive one are expected to run for one call of those that share it."""
     capture, cost_ns = effect.capture, effect.launch_cost_ns
-    boolean = {op.index for op in capture.ops if op.target == _ATTENTION and _reads_bool(capture, op)} - set(effect.removed)
+    boolean = {op.index for op in capture.ops if op.target == _CAPTURED_ATTENTION and _reads_bool(capture, op)} - set(
+        effect.removed
+    )
     made = [launch for launch in capture.launches if launch.op_index in boolean and launch.category != OpClass.ATTENTION]
     return effect.saved_ns + round(sum(launch.duration_ns + cost_ns for launch in made) * (1 - 1 / max(effect.sites, 1)))
 

@@ -21,8 +21,12 @@ def _keep(kind: str, graph: Graph, _region: Region, _constants: dict[str, torch.
     return keep_copies(graph, kind)
 
 
-CONTIGUOUS_ROWS, CHANNELS_LAST = (
+CONTIGUOUS_ROWS, CHANNELS_LAST, CONTIGUOUS_MASKS = (
     PassRewrite(id=kind, title=title, apply=functools.partial(_keep, kind), is_in_trace=True)
-    for kind, title in ((contiguous_rows.ID, "contiguous rows"), (channels_last.ID, "channels last"))
+    for kind, title in (
+        (contiguous_rows.ID, "contiguous rows"),
+        (channels_last.ID, "channels last"),
+        (contiguous_rows.MASKS_ID, "contiguous attention masks"),
+    )
 )
-LAYOUTS = (CONTIGUOUS_ROWS.id, CHANNELS_LAST.id)
+LAYOUTS = (CONTIGUOUS_ROWS.id, CHANNELS_LAST.id, CONTIGUOUS_MASKS.id)

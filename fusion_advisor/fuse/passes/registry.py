@@ -10,7 +10,7 @@ from fusion_advisor.fuse.passes.cse import SHARE_VALUES
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.foreach_counters import BATCH_COUNTERS
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
-from fusion_advisor.fuse.passes.layout_copies import CHANNELS_LAST, CONTIGUOUS_ROWS
+from fusion_advisor.fuse.passes.layout_copies import CHANNELS_LAST, CONTIGUOUS_MASKS, CONTIGUOUS_ROWS
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.merge_gemms import MERGE_GEMMS
 from fusion_advisor.fuse.passes.pad_gemm import ODD_WIDTH_GEMM, PAD_GEMM
@@ -29,6 +29,7 @@ REWRITES: tuple[Rewrite, ...] = (
     BATCH_COUNTERS,
     CONTIGUOUS_ROWS,
     CHANNELS_LAST,
+    CONTIGUOUS_MASKS,
     SPLIT_BIASES,
     PAD_GEMM,
     ODD_WIDTH_GEMM,

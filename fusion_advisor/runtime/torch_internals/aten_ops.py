@@ -91,3 +91,19 @@ def mask_in_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     conversion = names[: len(names) - len(rest)]
     is_same = names[len(conversion) :] == rest and "aten.where.self" in conversion
     return made if is_same else None
+
+
+_ATTENTION_KERNELS = ("aten._scaled_dot_product_", "aten._flash_attention", "aten._efficient_attention", "aten._cudnn_attention")
+
+
+def has_attention_kernel(query: torch.Tensor, *arguments: Any, **options: Any) -> bool:
+    """Whether one kernel serves an attention call in this release of torch; otherwise torch computes the formula op by op.
+
+    Args:
+        query: first argument of ``scaled_dot_product_attention``, real or fake.
+        arguments: the next ones.
+        options: arguments by name.
+    """
+    with torch.no_grad(), fake_mode_of([query]), OpLog() as log:
+        torch.ops.aten.scaled_dot_product_attention.default(query, *arguments, **options)
+    return any(name.startswith(_ATTENTION_KERNELS) and "attention_math" not in name for name, _ in log.seen)

@@ -20,7 +20,7 @@ from tests.fuse.stages import test_try_layout_change_narrow as narrow
 
 quick, planted, pytestmark = test_pipeline.quick, narrow.planted, test_pipeline.pytestmark
 IDS = [
-    "contiguous-rows", "channels-last",
+    "contiguous-rows", "channels-last", "contiguous-masks",
     "drop-masks", "group-heads", "share-masks", "share-values", "batch-counters", "split-biases", "pad-gemm", "odd-width-gemm",
     "patch-gemm", "window-gemm", "fold-constants", "fold-frozen", "narrow-rows", "merge-gemms", "gemm-epilogue",
     "linear-kernels", "cuda-graph",

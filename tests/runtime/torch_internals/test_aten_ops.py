@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.runtime.torch_internals import aten_ops
+from fusion_advisor.runtime.torch_internals import aten_ops, fake_mode
 from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
 
 
@@ -81,3 +81,12 @@ def test_a_convolution_of_one_sample_or_of_mixed_dtypes_is_not_asked_about():
         sample, batch, weight, bias = (torch.empty(shape, device="cuda") for shape in shapes)
         assert aten_ops.adds_bias_after_convolution(sample, weight, bias) is False
         assert aten_ops.adds_bias_after_convolution(batch, weight, bias.half()) is False
+
+
+@pytest.mark.parametrize("is_fake", [True, False])
+def test_whether_one_kernel_serves_attention_is_read_off(is_fake):
+    q = torch.randn(1, 2, 3, 8)
+    if is_fake:
+        (q,) = fake_mode.fake_tensors([q])
+    assert aten_ops.has_attention_kernel(q, q, q, scale=0.5)
+    assert not aten_ops.has_attention_kernel(q, q, q, None, 0.5)  # with dropout a CPU computes the formula
