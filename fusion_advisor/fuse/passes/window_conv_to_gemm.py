@@ -48,7 +48,7 @@ def _is_served(node: Node) -> bool:
         return False
     rows, channels, taps = kernel.shape
     windows_bytes = out.shape[0] * out.shape[2] * series.shape[1] * taps * series.element_size()
-    is_plain = series.is_contiguous() and kernel.is_contiguous() and out.is_contiguous() and at_axis(dilation, 0) == 1
+    is_plain = kernel.is_contiguous() and out.is_contiguous() and at_axis(dilation, 0) == 1
     is_wide = min(channels, rows // groups) >= _FEWEST_CHANNELS and taps >= _FEWEST_TAPS
     return is_plain and is_wide and windows_bytes <= _MOST_BYTES
 

@@ -46,6 +46,14 @@ def test_a_grouped_convolution_over_long_windows_is_a_product(given, dtype, bias
     assert count == 1 and torch.ops.aten.bmm.default in targets and torch.ops.aten.conv1d.default not in targets
 
 
+@pytest.mark.parametrize("padding", [0, 8])
+def test_a_series_may_lie_step_by_step(padding):
+    """As wav2vec2's does: channels are next to each other in its hidden states."""
+    torch.manual_seed(0)
+    _, count = rewritten(nn.Conv1d(32, 32, 16, groups=4, padding=padding), torch.randn(3, 50, 32).transpose(1, 2))
+    assert count == 1
+
+
 LEFT = {
     "one group": (lambda: nn.Conv1d(32, 32, 16), (2, 32, 50)),
     "short windows": (lambda: nn.Conv1d(32, 32, 8, groups=4), (2, 32, 50)),
