@@ -12,18 +12,27 @@ Attention reads rows of its mask. A bias of relative positions is looked up as `
 of a row do not lie side by side, and no attention kernel for GPUs takes such a mask. PyTorch then computes the formula op by op
 in fp32, in 18 launches for each self-attention of a T5 on an H100. So the mask is made contiguous, once for all layers that share
 it (``docs/measurements/zoo.md``).
+
+Where a mask depends on an input, another call's may hide every key from a query. The formula gives numbers there. So such a mask
+is copied only if the kernel that takes it gives numbers too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.channels_last import CONVOLUTION, GROUP_NORM, is_quicker_channels_last
-from fusion_advisor.capture.graph.fx_nodes import ATTENTION, attention_argument, storages, written_storages
+from fusion_advisor.capture.graph.fx_nodes import (
+    ATTENTION,
+    ATTENTION_ARGUMENTS,
+    attention_argument,
+    storages,
+    written_storages,
+)
 from fusion_advisor.capture.graph.layout_copies import Relayout
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.records import OpClass
@@ -86,21 +95,51 @@ def has_attention_kernel(call: Node) -> bool:
     Args:
         call: of ``scaled_dot_product_attention``.
     """
-    if not call.meta["val"].is_cuda:
-        return True
-    given: tuple[Any, Any] = torch.fx.node.map_arg((call.args, call.kwargs), lambda source: source.meta["val"])
-    return aten_ops.has_attention_kernel(*given[0], **given[1])
+    args, kwargs = _given(call)
+    return not args[0].is_cuda or aten_ops.has_attention_kernel(*args, **kwargs)
 
 
-def lay_masks_out(graph_module: GraphModule, has_kernel: Callable[[Node], bool] = has_attention_kernel) -> int:
+def gives_numbers(call: Node) -> bool:
+    """Whether an attention call gives numbers for a query from which its mask hides every key.
+
+    Args:
+        call: of ``scaled_dot_product_attention``.
+    """
+    args, kwargs = _given(call)
+    return aten_ops.is_finite_where_all_is_hidden(*args, **kwargs)
+
+
+def _given(call: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an attention call's arguments, tensors as fakes; the mask is the fourth."""
+    names = {name: attention_argument(call, name) for name in ATTENTION_ARGUMENTS}
+    first = (*list(names.values())[:4], names["dropout_p"] or 0.0, bool(names["is_causal"]))
+    others = {name: value for name, value in call.kwargs.items() if name not in ATTENTION_ARGUMENTS}
+    given: tuple[Any, Any] = torch.fx.node.map_arg((first, others), lambda source: source.meta["val"])
+    return given
+
+
+def lay_masks_out(
+    graph_module: GraphModule,
+    parameters: Collection[str] = (),
+    has_kernel: Callable[[Node], bool] = has_attention_kernel,
+    is_safe: Callable[[Node], bool] = gives_numbers,
+) -> int:
     """Make the masks contiguous that keep attention from being one kernel; returns how many copies that takes.
 
     A mask that pointwise ops make of a permuted bias is left to them, and the bias is copied: their results then have rows too.
 
     Args:
         graph_module: traced on fake tensors; rewritten in place.
+        parameters: names of the placeholders that are parameters of the model; any other may be different in the next call.
         has_kernel: given an attention call, says whether one kernel serves it.
+        is_safe: given an attention call with the copy, says whether it gives numbers where all keys are hidden.
     """
+
+    def is_of_use(call: Node) -> bool:
+        if not has_kernel(call):
+            return False
+        return not _follows_from_input(attention_argument(call, "attn_mask"), parameters) or is_safe(call)
+
     written = {key for node in graph_module.graph.nodes for key in written_storages(node)}
     waiting = [node for node in graph_module.graph.nodes if _has_strided_mask(node) and not has_kernel(node)]
     copies = 0
@@ -112,19 +151,18 @@ def lay_masks_out(graph_module: GraphModule, has_kernel: Callable[[Node], bool] 
                 starts.setdefault(start, []).append(call)
         for start, calls in starts.items():
             if written.isdisjoint(storages(start)) and all(_has_strided_mask(call) for call in calls):
-                copies += _lay_mask_out(graph_module, start, calls, has_kernel, with_all=origins)
+                copies += _lay_mask_out(graph_module, start, calls, is_of_use, with_all=origins)
         waiting = [call for call in waiting if _has_strided_mask(call)]
     return copies
 
 
 def _lay_mask_out(
-    graph_module: GraphModule, start: Node, calls: list[Node], has_kernel: Callable[[Node], bool], *, with_all: bool
+    graph_module: GraphModule, start: Node, calls: list[Node], is_of_use: Callable[[Node], bool], *, with_all: bool
 ) -> int:
     """Copy a mask for its attention calls, or what it is made of for all readers; returns the copies, 0 where they are no use."""
     change = Relayout(graph_module, MASKS_ID)
     is_laid_out = change.copy(start, torch.contiguous_format, None if with_all else calls)
-    is_of_use = is_laid_out and len(change.copies) == 1 and all(map(has_kernel, calls))
-    if is_of_use and change.keep():
+    if is_laid_out and len(change.copies) == 1 and all(map(is_of_use, calls)) and change.keep():
         return len(change.copies)
     change.undo()
     return 0
@@ -142,6 +180,18 @@ def _has_strided_mask(node: Node) -> bool:
         return False
     value = mask.meta["val"]
     return value.dtype in (torch.bool, query.meta["val"].dtype) and value.shape[-1] > 1 and value.stride(-1) != 1
+
+
+def _follows_from_input(mask: Node, parameters: Collection[str]) -> bool:
+    """Whether a mask depends on anything but parameters and numbers of the model's own code."""
+    waiting, seen = [mask], {mask}
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder" and node.name not in parameters:
+            return True
+        waiting += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
+    return False
 
 
 def _origins(mask: Node) -> list[Node]:

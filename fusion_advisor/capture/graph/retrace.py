@@ -49,12 +49,25 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     put_numbers_in(traced)
     pad_by_numbers(traced)
     write_out_of_place(traced)
-    if not any(symbolic_sizes.is_symbolic(value) for value in dynamo.placeholder_values(graph_module)):  # they compare sizes
+    values = dynamo.placeholder_values(graph_module)
+    if not any(symbolic_sizes.is_symbolic(value) for value in values):  # they compare sizes
         lay_rows_out(traced)
         lay_channels_last(traced)
-        lay_masks_out(traced)
+        lay_masks_out(traced, parameter_names(traced, values))
         split_bias(traced, aten_ops.adds_bias_after_convolution, is_slower_with_bias)
     return traced
+
+
+def parameter_names(traced: GraphModule, values: Iterable[Any]) -> list[str]:
+    """Return the names of a graph's placeholders that are parameters.
+
+    Args:
+        traced: whose placeholders name nothing but their position.
+        values: what dynamo traced each with.
+    """
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    named = zip(placeholders, values, strict=True)
+    return [node.name for node, value in named if isinstance(value, torch.nn.Parameter)]
 
 
 _LAYOUT_IN_PLACE: dict[Any, Any] = {

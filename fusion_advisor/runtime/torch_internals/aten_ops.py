@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fusion_advisor.runtime.torch_internals.dispatcher import OpLog
-from fusion_advisor.runtime.torch_internals.fake_mode import fake_mode_of
+from fusion_advisor.runtime.torch_internals.fake_mode import fake_mode_of, real_ones
 
 SAYS_ONLY = torch._C._log_api_usage_once
 """Stands in dynamo's graphs, computes nothing and leaves no ATen op."""
@@ -107,3 +108,34 @@ def has_attention_kernel(query: torch.Tensor, *arguments: Any, **options: Any) -
     with torch.no_grad(), fake_mode_of([query]), OpLog() as log:
         torch.ops.aten.scaled_dot_product_attention.default(query, *arguments, **options)
     return any(name.startswith(_ATTENTION_KERNELS) and "attention_math" not in name for name, _ in log.seen)
+
+
+def is_finite_where_all_is_hidden(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    *arguments: Any,
+    attention: Callable[..., torch.Tensor] = torch.ops.aten.scaled_dot_product_attention.default,
+    **options: Any,
+) -> bool:
+    """Whether attention gives numbers for a query that may see no key, as the formula in PyTorch does.
+
+    A kernel that subtracts one infinity from another gives NaN there. It runs once for each value that hides a key: ``-inf``, and
+    the dtype's least number, on real tensors of these layouts and of one image of the batch.
+
+    Args:
+        query: [batch, heads, queries, width], real or fake.
+        key: [batch, heads, keys, width].
+        value: [batch, heads, keys, width].
+        mask: bool or of the query's dtype.
+        arguments: the next ones.
+        attention: what runs.
+        options: arguments by name.
+    """
+    given = [real_ones(one[:1] if one.dim() == 4 else one) for one in (query, key, value, mask)]
+    hidden = (False,) if mask.dtype == torch.bool else (-math.inf, torch.finfo(mask.dtype).min)
+    with torch.no_grad():
+        return all(
+            bool(attention(*given[:3], torch.full_like(given[3], one), *arguments, **options).isfinite().all()) for one in hidden
+        )

@@ -53,6 +53,14 @@ def is_plain_fake(value: torch.Tensor) -> bool:
     return value.constant is None or value.numel() == 0
 
 
+def real_ones(value: torch.Tensor) -> torch.Tensor:
+    """Return a real tensor of ones of a tensor's shape, dtype and device, with its strides unless elements share memory."""
+    with unset_fake_temporarily():
+        if 0 in value.stride():
+            return torch.ones(value.shape, dtype=value.dtype, device=value.device)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).fill_(1)
+
+
 def detached_fake(value: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor's ``detach()`` without the way through all modes: a quarter of the time, for one that is plain."""
     if not is_plain_fake(value):

@@ -7,15 +7,17 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusion_advisor.capture.graph.contiguous_rows import MASKS_ID, has_attention_kernel, lay_masks_out
+from fusion_advisor.capture.graph.contiguous_rows import MASKS_ID, gives_numbers, has_attention_kernel, lay_masks_out
 from fusion_advisor.capture.graph.fx_nodes import ATTENTION, attention_argument
 from fusion_advisor.capture.graph.layout_copies import LAID_OUT
+from fusion_advisor.capture.graph.retrace import parameter_names
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.passes.layout_copies import CONTIGUOUS_MASKS
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region
 from fusion_advisor.records import Status
+from fusion_advisor.runtime.torch_internals import dynamo
 from fusion_advisor.workload.load import describe_live
 
 HEADS, WIDTH, LENGTH = 4, 16, 24
@@ -80,9 +82,23 @@ def captured(model):
     return region
 
 
+class Filled(Relative):
+    """Its mask hides keys that the input chooses."""
+
+    def forward(self, x):
+        shown = x[:, :, 0] > -100
+        q, k, v = self.projections[0](x).view(*x.shape[:2], 3 * HEADS, self.width).transpose(1, 2).chunk(3, dim=1)
+        mask = torch.where(shown[:, None, None], self.bias(), torch.finfo(x.dtype).min)
+        return scaled_dot_product_attention(q, k, v, mask, scale=1.0).transpose(1, 2).reshape(x.shape)
+
+
 def has_rows(call):
     """What decides on a GPU; a CPU serves strided masks too."""
     return attention_argument(call, "attn_mask").meta["val"].stride(-1) == 1
+
+
+def parameters_of(region):
+    return parameter_names(region.graph, dynamo.placeholder_values(region.original))
 
 
 def attentions(region):
@@ -105,7 +121,7 @@ def test_on_a_cpu_no_mask_is_copied():
 def test_a_permuted_bias_is_copied_once_for_all_layers(mask):
     model = Relative(mask)
     region = captured(model)
-    assert lay_masks_out(region.graph, has_rows) == 1
+    assert lay_masks_out(region.graph, has_kernel=has_rows) == 1
     (copy,) = copies(region)
     assert copy.all_input_nodes[0].target is torch.ops.aten.unsqueeze.default
     assert len(attentions(region)) == 2 and all(map(has_rows, attentions(region)))
@@ -116,7 +132,7 @@ def test_a_permuted_bias_is_copied_once_for_all_layers(mask):
 def test_a_mask_that_repeats_one_column_is_copied_for_each_attention():
     model = Relative(of_each_query)
     region = captured(model)
-    assert lay_masks_out(region.graph, has_rows) == 2
+    assert lay_masks_out(region.graph, has_kernel=has_rows) == 2
     assert [copy.all_input_nodes[0].target for copy in copies(region)] == [torch.ops.aten.expand.default] * 2
     with torch.no_grad():
         torch.testing.assert_close(region.graph(*region.example_args)[0], model(X))
@@ -126,7 +142,7 @@ def test_a_mask_that_repeats_one_column_is_copied_for_each_attention():
 def test_without_the_pass_the_copy_goes_again(is_kept):
     model = Relative(causal)
     region = captured(model)
-    lay_masks_out(region.graph, has_rows)
+    lay_masks_out(region.graph, has_kernel=has_rows)
     name = copies(region)[0].name
     indices = {node: number for number, node in enumerate(region.graph.graph.nodes)}
     module, changed = rewrite_region(region, indices, [], [CONTIGUOUS_MASKS.apply] if is_kept else [])
@@ -163,24 +179,61 @@ class WritingLater(Relative):
 def test_other_masks_stay(model):
     region = captured(model)
     before = str(region.graph.graph)
-    assert lay_masks_out(region.graph, has_rows) == 0
+    assert lay_masks_out(region.graph, has_kernel=has_rows) == 0
     assert str(region.graph.graph) == before
 
 
 def test_a_mask_of_another_dtype_than_the_query_stays():
-    region = captured(Relative())
-    for call in attentions(region):
-        mask = attention_argument(call, "attn_mask")
-        mask.meta["val"] = mask.meta["val"].double()
-    assert lay_masks_out(region.graph, has_rows) == 0
+    with torch.no_grad():
+        model = Relative(lambda bias: bias.float()).eval().to(torch.bfloat16)
+        (region,) = capture_regions(model, (X.to(torch.bfloat16),), {}).regions
+    assert len(attentions(region)) == 2 and not any(map(has_rows, attentions(region)))
+    assert lay_masks_out(region.graph, has_kernel=has_rows) == 0
 
 
 def test_where_no_layout_makes_it_one_kernel_the_mask_stays():
     region = captured(Relative(causal))
     before = [(node.name, node.meta["val"].stride()) for node in attentions(region)]
-    assert lay_masks_out(region.graph, lambda _: False) == 0
+    assert lay_masks_out(region.graph, has_kernel=lambda _: False) == 0
     assert not copies(region) and [(node.name, node.meta["val"].stride()) for node in attentions(region)] == before
     assert not any(map(has_rows, attentions(region)))
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_mask_that_an_input_chooses_is_copied_only_if_the_kernel_gives_numbers_where_all_is_hidden(is_finite):
+    model = Filled()
+    region = captured(model)
+    asked = []
+
+    def is_safe(call):
+        asked.append(has_rows(call))
+        return is_finite
+
+    assert lay_masks_out(region.graph, parameters_of(region), has_rows, is_safe) == is_finite
+    assert asked and all(asked)
+    with torch.no_grad():
+        torch.testing.assert_close(region.graph(*region.example_args)[0], model(X))
+
+
+def test_a_mask_of_parameters_alone_asks_nothing_of_the_kernel():
+    class Causal(Relative):
+        def bias(self):
+            places = torch.arange(LENGTH)
+            return self.table[places - places[:, None] + LENGTH - 1].permute(2, 0, 1).unsqueeze(0)
+
+    region = captured(Causal(causal))
+    assert lay_masks_out(region.graph, parameters_of(region), has_rows, lambda _: pytest.fail("asked")) == 1
+
+
+def test_a_buffer_counts_as_an_input():
+    asked = []
+    region = captured(Relative())
+    assert gives_numbers(attentions(region)[0])
+    placeholders = [node.name for node in region.graph.graph.nodes if node.op == "placeholder"]
+    roles = dict(zip(placeholders, region.roles, strict=True))
+    assert parameters_of(region) == [name for name, role in roles.items() if role == "parameter"]
+    assert lay_masks_out(region.graph, parameters_of(region), has_rows, lambda call: asked.append(call) or True) == 1
+    assert len(asked) == 2  # the places are a buffer
 
 
 class Returning(Relative):
@@ -191,7 +244,7 @@ class Returning(Relative):
 def test_what_the_model_returns_keeps_its_strides():
     model = Returning()
     region = captured(model)
-    assert lay_masks_out(region.graph, has_rows) == 1
+    assert lay_masks_out(region.graph, has_kernel=has_rows) == 1
     with torch.no_grad():
         got, expected = region.graph(*region.example_args), model(X)
     assert [one.stride() for one in got] == [one.stride() for one in expected]

@@ -90,3 +90,26 @@ def test_whether_one_kernel_serves_attention_is_read_off(is_fake):
         (q,) = fake_mode.fake_tensors([q])
     assert aten_ops.has_attention_kernel(q, q, q, scale=0.5)
     assert not aten_ops.has_attention_kernel(q, q, q, None, 0.5)  # with dropout a CPU computes the formula
+
+
+def subtracting_infinities(query, key, value, mask, *_arguments, **_options):
+    scores = (query @ key.transpose(-1, -2) + mask) * 1.44
+    return (scores - scores.amax(-1, keepdim=True)).exp() @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_kernel_that_gives_nan_where_all_is_hidden_is_found(dtype):
+    q = torch.randn(2, 2, 3, 8)
+    mask = torch.ones(2, 1, 3, 3).to(dtype)
+    for given in ([q, q, q, mask], fake_mode.fake_tensors([q, q, q, mask])):
+        assert aten_ops.is_finite_where_all_is_hidden(*given, scale=1.0)
+    if dtype == torch.float32:
+        assert not aten_ops.is_finite_where_all_is_hidden(q, q, q, mask, attention=subtracting_infinities)
+
+
+def test_real_ones_have_the_layout():
+    for value in (torch.zeros(2, 3, 4).transpose(1, 2), torch.zeros(2, 8)[:, ::2], torch.zeros(3, 1).expand(3, 4)):
+        (fake,) = fake_mode.fake_tensors([value])
+        made = fake_mode.real_ones(fake)
+        assert torch.equal(made, torch.ones(value.shape)) and not fake_mode.is_fake(made)
+        assert made.stride() == value.stride() or 0 in value.stride()
