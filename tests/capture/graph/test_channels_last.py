@@ -223,7 +223,7 @@ def test_an_image_before_a_convolution_is_laid_out_as_no_rows():
         def forward(self, images):
             rows = images.flatten(2).transpose(1, 2).contiguous()
             image = rows.transpose(1, 2).reshape(images.shape)
-            return super().forward(torch.nn.functional.softmax((image + images) * 2, -1).softmax(-1) + image)
+            return super().forward(image + images)
 
     with torch.no_grad():
         (region,) = capture_regions(Net(block=Summed).eval(), (torch.randn(2, 3, 64, 64),), {}).regions
