@@ -9,6 +9,7 @@ from fusion_advisor.codegen.common.horizontal_fusion import MULTIPLE, Call, call
 from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.site import Layout, SiteTensor, tensors_of
 from fusion_advisor.codegen.common.value_names import ValueNames
+from fusion_advisor.codegen.split.channel_groups import split_groups
 from fusion_advisor.codegen.triton.direct_launch import compile_options
 from fusion_advisor.codegen.triton.launch import launch_of
 from fusion_advisor.codegen.triton.reference import torch_reference
@@ -31,12 +32,14 @@ def with_launcher(rendered: Rendered, program: Program, *, layouts: Sequence[Lay
         fast_math: whether the kernel approximates.
     """
     calls = calls_of(program, flatten_rows=False)
-    if rendered.parts or all(call.plan.is_empty for call in calls):
+    if all(call.plan.is_empty for call in calls):
         return rendered.source
-    shape, integers = launch_of(calls, rendered)
     tensors = tensors_of(program, layouts)
-    reference = torch_reference(program, tensors)
-    own = own_dtype(program)
+    if rendered.parts:
+        given = [ValueNames({"torch", "triton", "tl"}).fresh(tensor.name) for tensor in tensors]
+        steps = _steps(program, rendered, given)
+        return rendered.source + _rest(rendered, program, tensors, fast_math=fast_math, given=given, steps=steps)
+    shape, integers = launch_of(calls, rendered)
     is_open = bool(rendered.open_arguments.names)
     blocks, grid, constants = (_open_launch if is_open else _launch)(calls, shape, rendered)
     scalars = _open_sizes(calls) if is_open else integers
@@ -44,17 +47,62 @@ def with_launcher(rendered: Rendered, program: Program, *, layouts: Sequence[Lay
     given = [names.fresh(tensor.name) for tensor in tensors]
     options = _options(calls, shape, rendered, is_exact=program.is_exact)
     passed = textwrap.wrap(", ".join([*given, *(name for name, _ in integers)]), 110)
-    text = environment().get_template("triton/launcher.py.jinja").render(
-        file=f"{rendered.entry}.py", entry=rendered.entry, blocks=blocks, grid=grid, constants=constants,
-        tensors=[{"name": t.name, "made": _made(t)} for t in tensors], given=", ".join(given),
-        scalars=[line.removesuffix(",") for line in textwrap.wrap(", ".join(f"{name}={v}" for name, v in scalars), 110)],
-        arguments=[line.removesuffix(",") for line in passed], options=options,
+    defaults = textwrap.wrap(", ".join(f"{name}={v}" for name, v in scalars), 110)
+    return rendered.source + _rest(
+        rendered, program, tensors, fast_math=fast_math, given=given, blocks=blocks, grid=grid, constants=constants,
+        options=options, scalars=[line.removesuffix(",") for line in defaults],
+        arguments=[line.removesuffix(",") for line in passed],
+    )  # fmt: skip
+
+
+def _rest(
+    rendered: Rendered,
+    program: Program,
+    tensors: Sequence[SiteTensor],
+    *,
+    given: Sequence[str],
+    fast_math: bool,
+    **launch: object,
+) -> str:
+    """Return what follows the kernel in its file.
+
+    Args:
+        rendered: the kernel.
+        program: of its site.
+        tensors: its operands there.
+        given: their names in the launch.
+        fast_math: whether the kernel approximates.
+        launch: what the template writes the launch with.
+    """
+    reference, own = torch_reference(program, tensors), own_dtype(program)
+    return environment().get_template("triton/launcher.py.jinja").render(
+        file=f"{rendered.entry}.py", entry=rendered.entry, given=", ".join(given),
+        tensors=[{"name": t.name, "made": _made(t)} for t in tensors],
         helpers=reference.helpers, reference=reference.lines, own=own, moved_bytes=program.moved_bytes,
         input_count=sum(not tensor.is_output for tensor in tensors),
         output_names=repr(tuple(tensor.name for tensor in tensors if tensor.is_output)),
         floor=FAST_MATH_FLOOR if fast_math else FLOORS[own],
+        **{"steps": [], "scalars": [], **launch},
     )  # fmt: skip
-    return rendered.source + text
+
+
+def _steps(program: Program, rendered: Rendered, given: Sequence[str]) -> list[str]:
+    """Return the lines that launch a kernel of several parts, with scratch tensors between them."""
+    parts = split_groups(program)
+    assert parts is not None
+    lines = [
+        f"scratch{n} = torch.empty({one.elements}, dtype=torch.{one.dtype}, device={given[0]}.device)"
+        for n, one in enumerate(parts.scratch, start=1)
+    ]
+    for part, one in zip(parts.parts, rendered.parts, strict=True):
+        calls = calls_of(part.program, flatten_rows=False)
+        shape, integers = launch_of(calls, one)
+        names = [given[number] if number >= 0 else f"scratch{-number}" for number in part.operands]
+        constants = [f"{name}={f'tl.{value}' if name == 'INDEX' else value}" for name, value in shape.constants.items()]
+        passed = [*names, *(str(value) for _, value in integers), *constants]
+        text = ", ".join([*passed, _options(calls, shape, one, is_exact=program.is_exact)])
+        lines += [f"{one.entry}[({shape.programs},)](", *(f"    {line}" for line in textwrap.wrap(text, 110)), ")"]
+    return lines
 
 
 def own_dtype(program: Program) -> str:

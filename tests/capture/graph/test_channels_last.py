@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_advisor.capture.graph import channels_last
+from fusion_advisor.capture.graph import channels_last, contiguous_rows
 from fusion_advisor.capture.graph.channels_last import is_quicker_channels_last, lay_channels_last
-from fusion_advisor.capture.graph.layout_copies import LAID_OUT, kinds_of, result_of, undo
+from fusion_advisor.capture.graph.contiguous_rows import lay_rows_out
+from fusion_advisor.capture.graph.layout_copies import LAID_OUT, keep_copies, kinds_of, result_of, undo
 from fusion_advisor.capture.graph.tracer import capture_regions
 
 IMAGES = torch.randn(2, 3, 16, 16)
@@ -180,6 +181,56 @@ def test_a_view_of_a_norm_keeps_the_norms_memory():
 
     _, count = laid_out(Net(block=NormedBlock, between=flattened), as_on_cuda)
     assert count > 0
+
+
+class Attended(NormedBlock):
+    """A diffusion net's attention block: a norm's pixels are rows, and the rows become an image for a convolution."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.project, self.out = nn.Linear(channels, channels), nn.Conv2d(channels, channels, 1)
+
+    def forward(self, images):
+        batch, channels, height, width = images.shape
+        rows = self.project(self.first(images).permute(0, 2, 3, 1).reshape(batch, height * width, channels))
+        rows = rows.reshape(batch, height, width, channels).permute(0, 3, 1, 2).contiguous()
+        return super().forward(images + self.out(rows))
+
+
+def test_pixels_as_rows_read_a_norm_in_channels_last_and_are_an_image_without_a_copy():
+    graph, count = laid_out(Net(block=Attended), as_on_cuda)
+    permuted = [node for node in graph.graph.nodes if node.target is torch.ops.aten.permute.default]
+    to_rows = [node for node in permuted if node.args[1] == [0, 2, 3, 1]]
+    assert len(to_rows) == 3 and all(node.meta["val"].is_contiguous() for node in to_rows)
+    copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.contiguous.default]
+    assert len(copies) == count + 3  # the model's own
+    assert keep_copies(graph.graph, channels_last.ID) == count
+    graph.recompile()
+    left = [node for node in graph.graph.nodes if node.target is torch.ops.aten.contiguous.default]
+    assert len(left) == count
+    last = {node.all_input_nodes[0] for node in left} & set(permuted)
+    assert len(last) == 3 and all(node.meta["val"].is_contiguous(memory_format=torch.channels_last) for node in last)
+    model = Net(block=Attended).eval()
+    with torch.no_grad():
+        (region,) = capture_regions(model, (IMAGES,), {}).regions
+        torch.testing.assert_close(graph(*region.example_args)[0], model(IMAGES), rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_before_a_convolution_is_laid_out_as_no_rows():
+    """An attention block's result lies in channels last, and a sum that begins with it."""
+
+    class Summed(NormedBlock):
+        def forward(self, images):
+            rows = images.flatten(2).transpose(1, 2).contiguous()
+            image = rows.transpose(1, 2).reshape(images.shape)
+            return super().forward(image + images)
+
+    with torch.no_grad():
+        (region,) = capture_regions(Net(block=Summed).eval(), (torch.randn(2, 3, 64, 64),), {}).regions
+        found = kinds_of(region.graph.graph)
+        undo(region.graph, contiguous_rows.ID)
+        assert lay_rows_out(region.graph, lambda _: True) == 0
+        assert found == (contiguous_rows.ID,) and lay_rows_out(region.graph) > 0
 
 
 def test_norms_that_cost_more_than_the_convolutions_spare_are_not_spanned():

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from fusion_advisor.autotune.tune import candidates
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
 from fusion_advisor.codegen.split.channel_groups import split_groups
 from fusion_advisor.codegen.split.several import SeveralKernels, rendered_parts
+from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.codegen.triton.backend import TritonBackend, assembly_for, compile_for
 from fusion_advisor.ir.program import TINY_ELEMENTS
 from tests.kernel_cases.evaluate import evaluate
@@ -171,3 +177,43 @@ def test_the_first_launch_reads_and_the_last_reads_and_writes_whole_vectors():
     assert len(re.findall(r"ld\.global\.v4\.b32", last)) >= 4
     assert re.findall(r"st\.global\.v4\.b32", last) and not re.findall(r"st\.global\.b16", last)
     assert compile_for(program, rendered, 90)
+
+
+def test_the_file_runs_by_itself(tmp_path):
+    """It launches all three, and compares with its own reference."""
+    function, inputs = case((1, 64, 32, 36, 32), torch.float32)
+    lowered, ops = lower_function(function, *inputs)
+    rendered = TritonBackend().render(lowered.program, HEADER, tuning=Tuning(), fast_math=False)
+    layouts = [ops[index].outputs[0] for index in (*lowered.inputs, *lowered.outputs)]
+    path = tmp_path / f"{rendered.entry}.py"
+    path.write_text(with_launcher(rendered, lowered.program, tensors=layouts).file_text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=False, env={**os.environ, "TRITON_INTERPRET": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count(": ok") == 2 and "WRONG" not in done.stdout
+
+
+def test_other_processes_compile_all_launches(tmp_path):
+    """Under the keys under which a launch looks for them: of the whole file."""
+    function, inputs = case((1, 64, 32, 36, 32), torch.float32)
+    program = program_of(function, *inputs)
+    script = (
+        "import pickle, sys\n"
+        "from fusion_advisor.codegen.common.interface import Header, Tuning\n"
+        "from fusion_advisor.codegen.triton.ahead import compile_ahead\n"
+        "from fusion_advisor.codegen.triton.backend import TritonBackend\n"
+        "program = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "header = Header(title='case', summary='a test', origin='a test')\n"
+        "compile_ahead(program, TritonBackend().render(program, header, tuning=Tuning(), fast_math=False), 90)\n"
+    )
+    (tmp_path / "program").write_bytes(pickle.dumps(program))
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "program")], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = {path.stem for path in (tmp_path / "cache").rglob("*.cubin")}
+    assert len(made) == 3
