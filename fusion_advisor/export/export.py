@@ -8,8 +8,9 @@ from pathlib import Path
 
 from fusion_advisor.errors import NothingToExport
 from fusion_advisor.export.collect import is_kept, rewritten
-from fusion_advisor.export.package import files_of, refuse_existing, write_folder
+from fusion_advisor.export.package import files_of
 from fusion_advisor.export.printed import printed
+from fusion_advisor.files.whole_folder import refuse_existing, write_folder
 from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
 from fusion_advisor.records import Capture, Report
 from fusion_advisor.records.serialize import write_capture, write_report

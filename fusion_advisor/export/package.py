@@ -1,12 +1,9 @@
-"""The files of an exported package, rendered, and written all at once: beside the folder first, then renamed."""
+"""The files of an exported package."""
 
 from __future__ import annotations
 
 import io
 import json
-import shutil
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import torch
 
 from fusion_advisor.codegen.common.header_comment import wrap
 from fusion_advisor.codegen.common.interface import environment
-from fusion_advisor.errors import CannotWrite, ExportExists
 from fusion_advisor.export.printed import Printed, laid
 from fusion_advisor.export.readme import call_lines, rows, step_sentence
 from fusion_advisor.records import Report
@@ -79,46 +75,3 @@ def _context(printed: Printed, report: Report, name: str) -> dict[str, Any]:
         "rows": rows(report, printed.ops), "step": step_sentence(report), "left_out": printed.left_out,
         "call": call_lines(printed.tensors, printed.values), "command": report.command,
     }  # fmt: skip
-
-
-def write_folder(files: Mapping[str, bytes], folder: Path, *, force: bool) -> None:
-    """Write files into a folder that appears with all of them or not at all.
-
-    Args:
-        files: by path inside of the folder.
-        folder: of the export.
-        force: replace what is there.
-
-    Raises:
-        ExportExists: the folder is there, and ``force`` was not given.
-        CannotWrite: the file system refuses.
-    """
-    refuse_existing(folder, force=force)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
-        try:
-            for name, content in files.items():
-                path = made / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-            made.chmod(0o755)
-            old = made.with_name(f"{made.name}.old")
-            if folder.exists():
-                folder.rename(old)
-            made.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-    except OSError as error:
-        raise CannotWrite(path=folder, detail=error.strerror or str(error)) from error
-
-
-def refuse_existing(folder: Path, *, force: bool) -> None:
-    """Refuse a folder that is there, before a model is loaded for minutes.
-
-    Raises:
-        ExportExists: it is, and ``force`` was not given.
-    """
-    if folder.is_symlink() or (folder.exists() and (not force or not folder.is_dir())):
-        raise ExportExists(path=folder)

@@ -12,6 +12,7 @@ from fusion_advisor.cli.common import completion, core, options, run_dir
 from fusion_advisor.cli.common.console import warn, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
 from fusion_advisor.errors import UsageError
+from fusion_advisor.files.whole_folder import refuse_existing
 
 _FORMATS = ("package",)
 
@@ -48,6 +49,7 @@ def export(
         raise UsageError(detail=f"--format {form} is not known", help=f"use {' or '.join(_FORMATS)}")
     if to is None:
         raise UsageError(detail="--to is missing", help="name the folder to write: --to gpt2_fused")
+    refuse_existing(to, force=force)
     directory = run_dir.resolve(run)
     with TerminalProgress(settings) as shown:
         shown.phase("export")
