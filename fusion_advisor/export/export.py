@@ -6,15 +6,20 @@ import re
 import tempfile
 from pathlib import Path
 
-from fusion_advisor.errors import NothingToExport
+from fusion_advisor.errors import LicenceForbids, NothingToExport
 from fusion_advisor.export.collect import is_kept, rewritten
 from fusion_advisor.export.package import files_of
 from fusion_advisor.export.printed import printed
 from fusion_advisor.files.whole_folder import refuse_existing, write_folder
 from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
-from fusion_advisor.records import Capture, Report
+from fusion_advisor.records import Capture, Report, Status
 from fusion_advisor.records.serialize import write_capture, write_report
 from fusion_advisor.workload.load import LoadedWorkload
+
+_PASSED_ON = (
+    "Apache-2.0", "MIT", "MIT-0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "Unlicense", "CC0-1.0", "Zlib", "0BSD",
+)  # fmt: skip
+"""Licences under which a package may hold a kernel, with the notice in the kernel's file."""
 
 
 def check_export(saved: SavedPlan, folder: Path, *, force: bool) -> None:
@@ -27,10 +32,16 @@ def check_export(saved: SavedPlan, folder: Path, *, force: bool) -> None:
 
     Raises:
         NothingToExport: the run kept no kernel.
+        LicenceForbids: a kernel may not be passed on.
         ExportExists: the folder is there, and ``force`` was not given.
     """
     if not is_kept(saved):
         raise NothingToExport(run=saved.run_dir.name)
+    kept = {row.chain_id for row in saved.report.fusions if row.status is Status.KEPT}
+    for planned in saved.fusions:
+        licence = planned.match.license
+        if planned.chain.id in kept and licence and licence not in _PASSED_ON:
+            raise LicenceForbids(kernel=planned.match.kernel, licence=licence)
     refuse_existing(folder, force=force)
 
 

@@ -7,10 +7,11 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 
 import fusion_advisor
 from fusion_advisor.fuse.plan.options import Budgets
+from tests.tiny import BANDWIDTH
 
 QUICK = {
     "runs": 3, "warmup": 1, "steps": 1, "compile": False, "keep": "verified", "remembers": False,
-    "budgets": Budgets(wall_s=0.02, decide_s=0.1), "bandwidth": 1e10,
+    "budgets": Budgets(wall_s=0.02, decide_s=0.1), "bandwidth": BANDWIDTH,
 }  # fmt: skip
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
