@@ -96,6 +96,9 @@ def apply(
         PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
     """
+    from functools import partial
+
+    from fusion_advisor.export.export import export_package, export_run
     from fusion_advisor.fuse.live.restore_plan import apply_plan
     from fusion_advisor.fuse.plan.options import ApplyOptions
     from fusion_advisor.fuse.plan.size_ranges import asked_shapes
@@ -116,11 +119,14 @@ def apply(
         fused = apply_plan(loaded, plan)
         restore_shapes(fused, loaded, plan)
         fused.report = for_notebook(plan.report)
+        fused.exporter = partial(export_package, loaded, plan)
         return fused
     chosen = _named("apply", loaded, ApplyOptions(**{**options, "shapes": asked_shapes(options.get("shapes"))}))
     take_out(model)
     run = _applied(loaded, chosen)
     run.fused.report = for_notebook(run.report)
+    if phase == "forward":
+        run.fused.exporter = partial(export_run, loaded, run.capture, run.report)
     return run.fused
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli.commands import apply, compare, doctor, explain, fleet, kernels, plan, profile, report
+from fusion_advisor.cli.commands import apply, compare, doctor, explain, export, fleet, kernels, plan, profile, report
 from fusion_advisor.cli.common.console import Settings, annotate, silence_stdout, write_result
 from fusion_advisor.cli.common.help import Command, Group
 from fusion_advisor.content import tool_version
@@ -36,6 +36,7 @@ app.command("profile", cls=Command)(profile.profile)
 app.command("plan", cls=Command)(plan.plan)
 app.command("apply", cls=Command)(apply.apply)
 app.command("report", cls=Command)(report.report)
+app.command("export", cls=Command)(export.export)
 app.command("compare", cls=Command)(compare.compare)
 app.command("fleet", cls=Command)(fleet.fleet)
 app.add_typer(kernels.app, name="kernels")

@@ -167,3 +167,43 @@ class TraceTooLarge(AdvisorError):
     message = "`{name}` holds {events} events, and not one of its steps fits into a worker's memory"
     hint = "record fewer steps, or mark them: torch.profiler.schedule(...) and profiler.step()"
     exit_code = 9
+
+
+class CannotExport(AdvisorError):
+    """A run whose kept rewrites cannot be written as a package of their own."""
+
+    code = "FA517"
+    message = "the run cannot be exported: {detail}"
+    note = "nothing was written"
+    hint = "`fusion-advisor explain FA517` lists what a package can hold; a saved plan (`fa.load_plan`) holds the rest"
+    exit_code = 9
+
+
+class NothingToExport(AdvisorError):
+    """A run that kept no kernel."""
+
+    code = "FA518"
+    message = "run `{run}` kept no kernel, so there is nothing to export"
+    note = "nothing was written"
+    hint = "`fusion-advisor report {run}` gives the reason for each rewrite that was removed"
+    exit_code = 9
+
+
+class ExportExists(AdvisorError):
+    """The folder of an export is there already."""
+
+    code = "FA519"
+    message = "`{path}` exists"
+    note = "nothing was written"
+    hint = "choose another folder with --to, or pass --force to replace it"
+    exit_code = 2
+
+
+class LicenceForbids(AdvisorError):
+    """A kernel whose licence does not allow that it is passed on."""
+
+    code = "FA520"
+    message = "kernel `{kernel}` has the licence `{licence}`, which does not allow that it is passed on"
+    note = "nothing was written"
+    hint = "run apply again with --skip {kernel}, or change `license` in its kernel.toml if you may"
+    exit_code = 9

@@ -19,7 +19,7 @@ from fusion_advisor.library.spec import Case, Gemv, Input, KernelSpec, Preset
 
 _MOST_BYTES = 2**20
 _KEYS = ("name", "summary", "source", "backends", "dtypes", "constraints", "has_backward", "inputs", "outputs", "constants",
-         "tunables", "check", "bench", "preset", "gemv")  # fmt: skip
+         "tunables", "check", "bench", "preset", "gemv", "license")  # fmt: skip
 
 
 class BadManifest(AdvisorError):
@@ -78,7 +78,7 @@ class _Reader:
             outputs=tuple(outputs), constants=self._constants(), tunables=self._tunables(),
             check=self._cases("check", letters, dtypes, inputs),
             bench=self._cases("bench", letters, dtypes), folder=self.file.parent, presets=self._presets(letters, dtypes),
-            gemv=self._gemv(inputs, letters),
+            gemv=self._gemv(inputs, letters), license=self._text("license") if "license" in self.data else "",
         )  # fmt: skip
 
     def _refuse(self, key: str, detail: str) -> None:

@@ -53,6 +53,8 @@ class Pattern:
     """What the lowering multiplied each named constant by: 0.5 where 0.5 · (x · scale) became x · (0.5 · scale)."""
     dtypes: tuple[str, ...]
     tunables: tuple[Tuning, ...] = ()
+    license: str = ""
+    """SPDX name of the kernel's licence; empty for this project's own."""
     """Launch parameters that the manifest declares."""
 
 
@@ -65,6 +67,8 @@ class Found:
     constants: tuple[tuple[str, float], ...]
     program: Program
     tunables: tuple[Tuning, ...] = ()
+    license: str = ""
+    """SPDX name of the kernel's licence; empty for this project's own."""
     """Launch parameters that the manifest declares."""
 
 
@@ -114,6 +118,7 @@ def find_match(program: Program, patterns: Patterns) -> Found | None:
                 constants=found,
                 program=_renamed(program, mine, pattern),
                 tunables=pattern.tunables,
+                license=pattern.license,
             )
     return None
 

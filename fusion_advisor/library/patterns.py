@@ -321,4 +321,5 @@ def _pattern(spec: KernelSpec, variant: str, lowered: Lowered, marks: Mapping[st
         constant_factors=tuple(factor for _, factor in named),
         dtypes=spec.dtypes,
         tunables=spec.tunables,
+        license=spec.license,
     )

@@ -95,6 +95,8 @@ class KernelSpec:
     presets: tuple[Preset, ...] = ()
     gemv: Gemv | None = None
     """Set where the kernel comes from the GEMV templates, not from its reference's ops."""
+    license: str = ""
+    """SPDX name of the licence; empty: this project's own."""
 
     @property
     def kind(self) -> str:

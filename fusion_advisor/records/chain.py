@@ -74,6 +74,8 @@ class Match:
     """The chain's values that are constants of the kernel, counted through its loop nests, and their names."""
     source: str = ""
     """Source of the kernel's idea."""
+    license: str = ""
+    """SPDX name of the licence that the kernel's manifest names; empty for this project's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

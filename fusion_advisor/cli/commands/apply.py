@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fusion_advisor.cli.common import completion, core, options, run_dir, size_options
-from fusion_advisor.errors import UnknownRun, UsageError
+from fusion_advisor.errors import UsageError
 
 _PARAMETERS = {"context": "context_tokens", "input": "example_input"}
 """Workload fields whose parameter has another name here."""
@@ -163,13 +163,7 @@ def _request(context: typer.Context, target: str | None, asked: dict[str, object
             detail=f"{option} contradicts the run `{directory.name}`, whose model and shapes are used again",
             help="name the model instead of the run, with the options you want",
         )
-    from fusion_advisor.records.serialize import read_document
-
-    path = Path(directory) / "request.json"
-    if not path.is_file():
-        detail = "it holds no request.json, so its model cannot be made again"
-        raise UnknownRun(name=directory.name, detail=detail, known="name the model instead: fusion-advisor apply MODEL_ID")
-    request = core.load_request(read_document(path), str(path))
+    request = core.stored_request(Path(directory))
     # a file must not be able to switch this on: whoever runs the command decides again
     return replace(
         request, trust_remote_code=bool(asked.get("trust_remote_code")), offline=bool(asked.get("offline", request.offline))

@@ -26,7 +26,7 @@ from fusion_advisor.files.regular_file import read_regular
 
 _MOST_BYTES = 2**20
 PREFIX = "FUSION_ADVISOR_"
-COMMANDS = ("profile", "plan", "apply", "report", "compare", "fleet")
+COMMANDS = ("profile", "plan", "apply", "report", "export", "compare", "fleet")
 """The commands that read configuration, each also a table's name."""
 _BY_HAND = {"help", "config", "show-config"}
 _NEVER_FROM_A_FILE = {"trust-remote-code", "force"}

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fusion_advisor.errors import AdvisorError, MissingExtra
+from fusion_advisor.errors import AdvisorError, MissingExtra, UnknownRun
 
 if TYPE_CHECKING:
     from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
@@ -153,6 +153,29 @@ def profile_training(loaded: Loaded, options: ProfileOptions, progress: Progress
     """Time and trace forward and backward."""
     report, capture = import_module("fusion_advisor.fuse.modes.training").profile_training(loaded, options, progress)
     return report, capture
+
+
+def export_run(run: Path, folder: Path, *, force: bool, trust_remote_code: bool) -> tuple[str, ...]:
+    """Load a run's model again, and write its kept kernels as a package; return sentences about what is left out."""
+    export = import_module("fusion_advisor.export.export")
+    saved = import_module("fusion_advisor.fuse.live.saved_plan").load_plan(run)
+    export.check_export(saved, folder, force=force)
+    request = replace(stored_request(run), trust_remote_code=trust_remote_code)
+    left_out: tuple[str, ...] = export.export_package(load_workload(request), saved, folder, force=force)
+    return left_out
+
+
+def stored_request(run: Path) -> Any:
+    """Return what a run was made of.
+
+    Raises:
+        UnknownRun: its directory does not say.
+    """
+    path = run / "request.json"
+    if not path.is_file():
+        detail = "it holds no request.json, so its model cannot be made again"
+        raise UnknownRun(name=run.name, detail=detail, known="name the model instead: fusion-advisor apply MODEL_ID")
+    return load_request(import_module("fusion_advisor.records.serialize").read_document(path), str(path))
 
 
 def read_patterns(kernel_dirs: Sequence[Path]) -> None:

@@ -83,6 +83,10 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA514": {"patterns": "`traces/*.json`"},
     "FA515": {"done": "1,240", "all": "2,000", "detail": "the head node does not answer"},
     "FA516": {"name": "rank0.json.gz", "events": "9,400,000"},
+    "FA517": {"detail": "its argument `past_key_values` is a StaticCache, and a package takes tensors and plain values alone"},
+    "FA518": {"run": "20260101-120000-7f3a9c"},
+    "FA519": {"path": "gpt2_fused"},
+    "FA520": {"kernel": "my_gelu", "licence": "LicenseRef-Proprietary"},
     "FA701": {"failed": "speedup<1.05", "command": "fusion-advisor apply gpt2 --fail-on 'speedup<1.05'"},
     "FA702": {"missing": "speedup: nothing was applied in this run"},
 }  # fmt: skip

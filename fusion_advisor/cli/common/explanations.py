@@ -232,6 +232,20 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "The run has no figure to compare with the limit: nothing was applied (--dry-run), the step was not timed, or the two "
         "runs are of different devices, models or shapes. A gate that cannot be checked does not pass.",
     ),
+    "FA517": (
+        "A package holds one graph: kernels of chains, torch's own ops, merged GEMMs and constants. It holds no graph break, no "
+        "KV cache or other object among the arguments or in the output, no kernel that writes into its inputs, and no kernel "
+        "of a linear layer.",
+        "Calls of fixed sizes without a cache can be exported: pass use_cache=False in your inputs. --skip leaves a rewrite out.",
+    ),
+    "FA518": ("Only kernels of chains that were kept go into a package; a run that kept none has nothing to give.",),
+    "FA519": (
+        "A package appears as a whole, under another name first. --force replaces a folder; without it nothing is touched.",
+    ),
+    "FA520": (
+        "A kernel's kernel.toml may name a licence. Kernels without one are under this project's own, Apache-2.0.",
+        "Only licences that allow a copy to be passed on are exported: Apache-2.0, MIT, BSD, ISC, Unlicense, CC0, Zlib.",
+    ),
     "FA505": ("A run is only overwritten with --force; without -o every run gets its own directory.",),
     "FA601": (
         "A chain becomes a kernel by turning each op into an expression. One of its ops has no such rule: it draws "

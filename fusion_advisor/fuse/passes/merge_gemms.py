@@ -159,7 +159,7 @@ def _merge(result: ChangedRegion, group: _Group, values: Mapping[Node, Any]) -> 
             if not nodes:
                 continue
             tensors = [values[node] for node in nodes]
-            name = f"merged_{kind}_{result.region.index}_{number}"
+            name = f"{_MERGED}{kind}_{result.region.index}_{number}"
             if lie_together(tensors):
                 call = joined(name, tensors)
             else:
@@ -244,3 +244,15 @@ MERGE_GEMMS = LayoutRewrite(
     serves_other_shapes=True,
     after={"narrow-rows": "a narrowed linear reads other rows than its siblings, and is merged with none of them"},
 )
+
+
+_MERGED = "merged_"
+
+
+def is_merged_operand(target: object) -> bool:
+    """Whether a node's target joins the weights or biases of merged GEMMs, along their first dim.
+
+    Args:
+        target: of a node.
+    """
+    return not isinstance(target, torch._ops.OpOverload) and getattr(target, "__name__", "").startswith(_MERGED)

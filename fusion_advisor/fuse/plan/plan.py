@@ -171,7 +171,7 @@ def _answer(
     operands, named_values = names_in(found.program)
     match = Match(
         chain_id=row.chain.id, kernel=found.kernel, is_library=True, variant=found.variant, constants=found.constants,
-        operands=operands, named_values=named_values, source=sources.get(found.kernel, ""),
+        operands=operands, named_values=named_values, source=sources.get(found.kernel, ""), license=found.license,
     )  # fmt: skip
     return match, found.program, found.tunables
 

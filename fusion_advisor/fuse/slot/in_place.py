@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 
-from fusion_advisor.errors import CannotCopy
+from fusion_advisor.errors import CannotCopy, CannotExport
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.slot.counters import Fallbacks, LaunchCounter
 from fusion_advisor.records import Report
@@ -31,11 +32,13 @@ class InPlace:
         report: what was done; None until a run has set it.
         is_applied: whether the model's call is replaced now.
         graphs: replay CUDA graphs; None where every call is launched kernel by kernel.
+        exporter: writes what was kept as a package; None where nothing can.
     """
 
     def __init__(self, model: torch.nn.Module, graphs: Graphs | None = None) -> None:
         self.model = model
         self.report: Report | None = None
+        self.exporter: Callable[..., tuple[str, ...]] | None = None
         self.graphs = graphs
         self.is_applied = False
         self._fallbacks = Fallbacks()
@@ -108,6 +111,33 @@ class InPlace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.revert()
+
+    def export(self, path: str | Path, *, force: bool = False) -> tuple[str, ...]:
+        """Write what was kept as a Python package that needs torch and not fusion_advisor.
+
+        The model is captured once more for it, so it takes as long as putting in a saved plan; afterwards all is as before.
+
+        Args:
+            path: folder of the package, whose name becomes the package's.
+            force: replace a folder that is there.
+
+        Returns:
+            Sentences about kept rewrites that the package does not have.
+
+        Raises:
+            CannotExport: the model or what was kept cannot be a package.
+            NothingToExport: no kernel was kept.
+            ExportExists: the folder is there, and ``force`` was not given.
+        """
+        if self.exporter is None:
+            raise CannotExport(detail="it is a training step, or was not made by fa.apply")
+        was_applied = self.is_applied
+        self.revert()
+        try:
+            return self.exporter(Path(path), force=force)
+        finally:
+            if was_applied:
+                self.apply()
 
     # ------------------------------------------------------------------ copies
 

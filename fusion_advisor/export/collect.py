@@ -1,0 +1,184 @@
+"""A saved plan put together again on its model, as what an export is printed from.
+
+The graph is rebuilt when a run is exported, and not recorded when it is applied. So a run folder (capture, report) is enough,
+also one of an earlier version. The model is captured anew, its ops are compared with the run's, and every kernel is checked on
+the tensors of its first site. The model is needed anyway: parameters have their names from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.errors import CannotExport, PlanMismatch
+from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.live.restore_plan import Restored, put_together
+from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.fuse.passes.merge_gemms import is_merged_operand
+from fusion_advisor.fuse.passes.registry import kept_passes
+from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.records import Status
+from fusion_advisor.runtime.deep_stack import in_one_piece
+from fusion_advisor.runtime.gc_pause import collector_paused
+from fusion_advisor.workload.device import current_device
+from fusion_advisor.workload.load import LoadedWorkload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewritten:
+    """A rewritten graph with all that its export needs.
+
+    Attributes:
+        module: the graph; its attributes are its constants.
+        names: one for each placeholder.
+        ops: the kernels in it.
+        origins: by a kernel's result, the model's own op that had it.
+        output: what the call returns.
+        values: what the graph returned in that call, by its results.
+        left_out: kept rewrites that the package does not have, as sentences.
+    """
+
+    module: GraphModule
+    names: tuple[str, ...]
+    ops: KernelOps
+    origins: Mapping[Node, Node]
+    output: Any
+    values: tuple[tuple[Node, Any], ...]
+    left_out: tuple[str, ...]
+
+
+def rewritten(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
+    """Capture a model again, put the plan's rewrites into its graph, and run it once.
+
+    Args:
+        loaded: the model and the call of the run.
+        saved: the plan.
+
+    Raises:
+        PlanMismatch: the model gives another graph than that of the run, or a kernel's numbers do not pass any more.
+        CannotExport: the call is several graphs.
+    """
+    kind = torch.device(loaded.record.device).type
+    wanted = saved.capture.environment.device_kind
+    if kind != wanted:
+        raise PlanMismatch(run=saved.run_dir.name, detail=f"it was made on {wanted}, this is {kind}")
+    device = torch.device(loaded.record.device)
+    with current_device(device), collector_paused(), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
+        return in_one_piece(lambda: _collected(loaded, saved))
+
+
+def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
+    restored = put_together(loaded, saved, PhaseClock(Progress()))
+    if len(restored.bench.live.regions) != 1 or not restored.live.is_whole():
+        count = len(restored.bench.live.regions)
+        raise CannotExport(detail=f"the model is captured as {count} graphs with Python between them, not as one")
+    ops = kernel_ops(restored.bench, restored.plan.fusions)
+    module, left_out = _module(restored, saved, ops)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    output, values = _run(loaded, restored, module)
+    names = restored.bench.live.regions[0].names
+    assert len(names) == len(placeholders)
+    return Rewritten(
+        module=module, names=names, ops=ops, origins=_origins(module, restored.bench), output=output, values=values,
+        left_out=left_out,
+    )  # fmt: skip
+
+
+def _module(restored: Restored, saved: SavedPlan, ops: KernelOps) -> tuple[GraphModule, tuple[str, ...]]:
+    """Build the graph with every rewrite that the package can hold; return it, and sentences about the others."""
+    rows = {row.id: row for row in saved.report.rewrites}
+    left_out = [_CUDA_GRAPH] if "cuda-graph" in saved.rewrites else []
+    left_out += [f"{row.id} {row.kernel}: kernels of linear layers are not exported" for row in saved.linears]
+    passes: list[str] = []
+    build = _builder(restored)
+    for name in kept_passes(saved.report.rewrites):
+        if _foreign(build([*passes, name]), ops):
+            left_out.append(f"{name} ({rows[name].name}): it runs Python of fusion_advisor's own")
+        else:
+            passes.append(name)
+    module = build(passes)
+    if foreign := _foreign(module, ops):
+        raise CannotExport(detail=f"its graph calls `{foreign[0]}`, which is no op of torch and no kernel of a chain")
+    return module, tuple(left_out)
+
+
+_CUDA_GRAPH = (
+    "the CUDA graph around the step: record one around your own calls, or use torch.compile(model, mode='reduce-overhead')"
+)
+
+
+def _builder(restored: Restored) -> Callable[[Sequence[str]], GraphModule]:
+    return lambda passes: restored.bench.build(restored.plan.fusions, passes).modules[0]
+
+
+def _foreign(module: GraphModule, ops: KernelOps) -> list[str]:
+    """Return what a graph calls that is neither an op of torch's nor a kernel of the package."""
+    return [
+        getattr(node.target, "__name__", str(node.target))
+        for node in module.graph.nodes
+        if node.op not in ("placeholder", "output", "get_attr", "call_function")
+        or (
+            node.op == "call_function"
+            and ops.of(node.target) is None
+            and not is_merged_operand(node.target)
+            and not isinstance(node.target, torch._ops.OpOverload)
+            and getattr(node.target, "__module__", "") != "_operator"
+        )
+    ]
+
+
+def _run(loaded: LoadedWorkload, restored: Restored, module: GraphModule) -> tuple[Any, tuple[tuple[Node, Any], ...]]:
+    """Make the captured call with the rewritten graph in it; return its output and the values of the graph's results."""
+    live = restored.live
+    route = live.regions[0].route
+    assert route is not None
+    assert live.compiled is not None
+    seen: list[Any] = []
+
+    def forward(*args: Any) -> Any:
+        seen.append(module(*args))
+        return seen[-1]
+
+    before, route.forward = route.forward, forward
+    try:
+        with torch.no_grad():
+            output = live.compiled.call(*loaded.args, **loaded.kwargs)
+    finally:
+        route.forward = before
+        live.written.restore()
+    if not seen:
+        raise PlanMismatch(run="this run", detail="dynamo did not run the graph that it captured")
+    returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    nodes = returned if isinstance(returned, list | tuple) else [returned]
+    values = seen[0] if isinstance(seen[0], list | tuple) else [seen[0]]
+    return output, tuple((node, value) for node, value in zip(nodes, values, strict=True) if isinstance(node, Node))
+
+
+def _origins(module: GraphModule, bench: Bench) -> dict[Node, Node]:
+    """Return the model's own op of each kernel's result, for its name."""
+    own = {node.name: node for node in bench.live.regions[0].graph.graph.nodes}
+    found: dict[Node, Node] = {}
+    for node in module.graph.nodes:
+        names = node.meta.get("replaces", ())
+        if len(names) == 1 and names[0] in own:
+            found[node] = own[names[0]]
+        for user in node.users if len(names) > 1 else ():
+            place = user.args[1] if len(user.args) > 1 else None
+            if isinstance(place, int) and place < len(names) and names[place] in own:
+                found[user] = own[names[place]]
+    return found
+
+
+def is_kept(saved: SavedPlan) -> bool:
+    """Whether a plan has a kernel of a chain.
+
+    Args:
+        saved: the plan.
+    """
+    return any(row.status is Status.KEPT and row.chain_id for row in saved.report.fusions)

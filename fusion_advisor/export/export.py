@@ -1,0 +1,99 @@
+"""Export of a run: load its model, put its plan in again, print it, write it."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+from fusion_advisor.errors import LicenceForbids, NothingToExport
+from fusion_advisor.export.collect import is_kept, rewritten
+from fusion_advisor.export.package import files_of
+from fusion_advisor.export.printed import printed
+from fusion_advisor.files.whole_folder import refuse_existing, write_folder
+from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
+from fusion_advisor.records import Capture, Report, Status
+from fusion_advisor.records.serialize import write_capture, write_report
+from fusion_advisor.workload.load import LoadedWorkload
+
+_PASSED_ON = (
+    "Apache-2.0", "MIT", "MIT-0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "Unlicense", "CC0-1.0", "Zlib", "0BSD",
+)  # fmt: skip
+"""Licences under which a package may hold a kernel, with the notice in the kernel's file."""
+
+
+def check_export(saved: SavedPlan, folder: Path, *, force: bool) -> None:
+    """Refuse what can be refused before the model is loaded.
+
+    Args:
+        saved: the plan.
+        folder: of the package.
+        force: replace what is there.
+
+    Raises:
+        NothingToExport: the run kept no kernel.
+        LicenceForbids: a kernel may not be passed on.
+        ExportExists: the folder is there, and ``force`` was not given.
+    """
+    if not is_kept(saved):
+        raise NothingToExport(run=saved.run_dir.name)
+    kept = {row.chain_id for row in saved.report.fusions if row.status is Status.KEPT}
+    for planned in saved.fusions:
+        licence = planned.match.license
+        if planned.chain.id in kept and licence and licence not in _PASSED_ON:
+            raise LicenceForbids(kernel=planned.match.kernel, licence=licence)
+    refuse_existing(folder, force=force)
+
+
+def export_package(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, force: bool = False) -> tuple[str, ...]:
+    """Write a package with the kept kernels of a run.
+
+    Args:
+        loaded: the model of the run, and its call.
+        saved: the plan.
+        folder: of the package, whose name becomes the package's.
+        force: replace what is there.
+
+    Returns:
+        sentences about kept rewrites that the package does not have.
+
+    Raises:
+        NothingToExport: the run kept no kernel.
+        ExportExists: the folder is there, and ``force`` was not given.
+        PlanMismatch: the model is not that of the run any more.
+        CannotExport: the graph or the call holds what a package cannot.
+        CannotWrite: the file system refuses.
+    """
+    check_export(saved, folder, force=force)
+    found = printed(loaded, rewritten(loaded, saved))
+    write_folder(files_of(found, saved.report, package_name(folder)), folder, force=force)
+    return found.left_out
+
+
+def export_run(loaded: LoadedWorkload, capture: Capture, report: Report, folder: Path, *, force: bool = False) -> tuple[str, ...]:
+    """Write a package with what a run of this process kept; see :func:`export_package`.
+
+    Args:
+        loaded: the model of the run, and its call.
+        capture: of the run.
+        report: of the run.
+        folder: of the package.
+        force: replace what is there.
+
+    Returns:
+        sentences about kept rewrites that the package does not have.
+    """
+    with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as run_dir:
+        write_capture(capture, Path(run_dir) / "capture.json.gz")
+        write_report(report, Path(run_dir) / "report.json")
+        return export_package(loaded, load_plan(run_dir), folder, force=force)
+
+
+def package_name(folder: Path) -> str:
+    """Return the name of the package in a folder.
+
+    Args:
+        folder: ``out/gpt2-fused``, say.
+    """
+    name = re.sub(r"\W+", "_", folder.resolve().name, flags=re.ASCII).strip("_").lower()
+    return name if name.isidentifier() and name not in ("torch", "triton", "tests") else f"fused_{name}".rstrip("_")

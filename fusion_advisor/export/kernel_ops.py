@@ -1,0 +1,175 @@
+"""The kernels of a rewritten graph as ops of the package: what each is called with, what it allocates, and how it is launched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusion_advisor.codegen.common.interface import Rendered, environment
+from fusion_advisor.codegen.common.position_checks import checks_of
+from fusion_advisor.codegen.common.site import Layout, SiteTensor, is_empty, tensors_of
+from fusion_advisor.codegen.cpp.arguments import Layout as CppLayout
+from fusion_advisor.codegen.registry import backend
+from fusion_advisor.codegen.standalone import with_launcher
+from fusion_advisor.codegen.triton.launcher import FAST_MATH_FLOOR, FLOORS, own_dtype
+from fusion_advisor.codegen.triton.reference import torch_reference
+from fusion_advisor.errors import CannotExport
+from fusion_advisor.export.cuda_launch import cuda_facts
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
+from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
+from fusion_advisor.ir.program import Program, nests
+from fusion_advisor.records import TensorMeta
+
+_HASH = re.compile(r"_[0-9a-f]{6}\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelOp:
+    """One op of the package.
+
+    Attributes:
+        name: of the op, an identifier that no other op of the package has.
+        fusion_id: ``F1`` …: the row of the report that it comes from.
+        summary: the ops that it computes, in one sentence.
+        rendered: its kernel; ``rendered.file_text`` is the file that is shipped.
+        inputs: the tensors that it reads, with the layouts that were verified.
+        outputs: the tensors that it allocates and returns.
+        launch: keyword arguments of its launcher in ``ops.py``, as Python source.
+        reference: source of the same computation in plain PyTorch.
+    """
+
+    name: str
+    fusion_id: str
+    summary: str
+    origin: str
+    rendered: Rendered
+    inputs: tuple[tuple[str, TensorMeta], ...]
+    outputs: tuple[tuple[str, TensorMeta], ...]
+    launch: Mapping[str, str]
+    reference: str = field(repr=False)
+
+    @property
+    def file(self) -> str:
+        """Name of the kernel's file."""
+        return f"{self.rendered.entry}{self.rendered.suffix}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelOps:
+    """The ops of a graph, and which op each call in it is."""
+
+    ops: tuple[KernelOp, ...]
+    by_call: Mapping[int, KernelOp]
+    """By ``id`` of the call that stands in the rewritten graph."""
+
+    def of(self, target: Callable[..., Any] | str) -> KernelOp | None:
+        """Return the op of a node's target; None where it is no kernel of a chain."""
+        return self.by_call.get(id(target))
+
+
+def kernel_ops(bench: Bench, fusions: Sequence[BuiltFusion]) -> KernelOps:
+    """Describe the ops of kept fusions; sites of one kernel and one layout share an op.
+
+    Args:
+        bench: over the graphs that the fusions were built on.
+        fusions: as they were built.
+
+    Raises:
+        CannotExport: a kernel writes into its inputs.
+    """
+    made: dict[Any, KernelOp] = {}
+    by_call: dict[int, KernelOp] = {}
+    for fusion in fusions:
+        rendered = _rendered(fusion)
+        for site in fusion.sites:
+            inputs = [bench.ops[index].outputs[0] for index in site.inputs]
+            outputs = [bench.ops[index].outputs[0] for index in site.outputs]
+            if any(bench.ops[index].mutates for index in site.outputs):
+                raise CannotExport(detail=f"{fusion.planned.id} {fusion.kernel.name} writes into a tensor that it was given")
+            key = (rendered.source, *map(_key, inputs), None, *map(_key, outputs))
+            if key not in made:
+                taken = {op.name for op in made.values()}
+                made[key] = _op(fusion, site, rendered, inputs, outputs, taken)
+            by_call[id(site.call)] = made[key]
+    return KernelOps(ops=tuple(made.values()), by_call=by_call)
+
+
+def _key(meta: TensorMeta) -> tuple[object, ...]:
+    return (meta.shape, meta.stride, meta.dtype)
+
+
+def _rendered(fusion: BuiltFusion) -> Rendered:
+    """Render a kernel as it was built, with the launcher of its site at the end of the file."""
+    kernel, planned = fusion.kernel, fusion.planned
+    return backend(kernel.backend).render(
+        planned.program, planned.header, tuning=kernel.parameters, fast_math=kernel.fast_math
+    )  # fmt: skip
+
+
+def _op(
+    fusion: BuiltFusion, site: SiteRewrite, rendered: Rendered, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta],
+    taken: set[str],
+) -> KernelOp:  # fmt: skip
+    program, fast_math = fusion.planned.program, fusion.kernel.fast_math
+    metas = [*inputs, *outputs]
+    rendered = with_launcher(rendered, program, tensors=metas, fast_math=fast_math)
+    tensors = tensors_of(program, [Layout(shape=meta.shape, strides=meta.stride) for meta in metas])
+    named = [(tensor.name, meta) for tensor, meta in zip(tensors, metas, strict=True)]
+    base = _HASH.sub("", rendered.entry.removeprefix("fa_"))
+    name = next(one for number in range(1, 10_000) if (one := base if number == 1 else f"{base}_{number}") not in taken)
+    return KernelOp(
+        name=name, fusion_id=site.fusion_id, summary=fusion.planned.header.summary, origin=fusion.planned.header.origin,
+        rendered=rendered, inputs=tuple(named[: len(inputs)]), outputs=tuple(named[len(inputs) :]),
+        launch=_LAUNCH[rendered.backend](program, rendered),
+        reference=_reference(program, tensors, metas, name, fast_math=fast_math),
+    )  # fmt: skip
+
+
+def _cpp_facts(program: Program, rendered: Rendered) -> dict[str, str]:
+    """The integers of a C++ kernel, and how many of its loop nests check positions."""
+    parts = [part.program for part in nests(program)]
+    if all(map(is_empty, parts)):
+        raise CannotExport(detail=f"{rendered.entry} has no elements to compute")
+    integers = [parameter.value for part in parts for parameter in CppLayout(part).parameters]
+    return {
+        "integers": repr(tuple(integers)),
+        "checks": repr(sum(bool(checks_of(part)) for part in parts)),
+    }
+
+
+def _triton_facts(program: Program, rendered: Rendered) -> dict[str, str]:
+    """Nothing: the launch in a Triton kernel's file has its site's sizes as defaults."""
+    del program, rendered
+    return {}
+
+
+_LAUNCH: Mapping[str, Callable[[Program, Rendered], dict[str, str]]] = {
+    "cpp": _cpp_facts,
+    "triton": _triton_facts,
+    "cuda": cuda_facts,
+}
+
+
+def _reference(
+    program: Program, tensors: Sequence[SiteTensor], metas: Sequence[TensorMeta], name: str, *, fast_math: bool
+) -> str:
+    """Print a module with ``make_inputs`` and ``reference`` of a kernel."""
+    reference = torch_reference(program, tensors)
+    own = own_dtype(program)
+    made = [(tensor.name, _made(tensor, meta)) for tensor, meta in zip(tensors, metas, strict=True)]
+    return environment().get_template("export/reference.py.jinja").render(
+        op=name, tensors=[{"name": name, "made": text} for name, text in made], helpers=reference.helpers,
+        reference=reference.lines, own=own, input_count=sum(not tensor.is_output for tensor in tensors),
+        floor=FAST_MATH_FLOOR if fast_math else FLOORS[own], is_approximate=fast_math,
+    )  # fmt: skip
+
+
+def _made(tensor: SiteTensor, meta: TensorMeta) -> str:
+    place, dtype = f"{meta.shape}, {meta.stride}, ", f"torch.{tensor.dtype}"
+    if tensor.is_output:
+        return f"torch.empty_strided({place}dtype={dtype}, device=device).zero_()"
+    if tensor.dtype.startswith(("float", "bfloat")):
+        return f"normal({place}{dtype})"
+    return f"whole({place}{dtype}, {2 if tensor.dtype == 'bool' else tensor.below})"

@@ -1,0 +1,181 @@
+"""A rewritten graph, printed: the forward's source, the call that it serves, and what the model must be."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion_advisor.errors import CannotExport
+from fusion_advisor.export.collect import Rewritten
+from fusion_advisor.export.forward_source import ForwardPrinter, Source
+from fusion_advisor.export.kernel_ops import KernelOp
+from fusion_advisor.export.model_facts import facts
+from fusion_advisor.export.outputs import OutputPrinter
+from fusion_advisor.export.parameters import joined_names, tensor_names
+from fusion_advisor.records import TensorMeta
+from fusion_advisor.workload.load import LoadedWorkload
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Printed:
+    """All that the files of a package are rendered from.
+
+    Attributes:
+        context: names of the templates' own.
+        ops: that the forward calls.
+        tensors: layouts of the call's tensors, by argument.
+        values: of its other arguments.
+        constants: tensors that the forward reads and the model does not have.
+        expected: what the model must be.
+        left_out: kept rewrites that the package does not have.
+    """
+
+    context: Mapping[str, Any]
+    ops: tuple[KernelOp, ...]
+    tensors: tuple[tuple[str, TensorMeta], ...]
+    values: dict[str, object]
+    constants: Mapping[str, torch.Tensor]
+    expected: Mapping[str, Any]
+    left_out: tuple[str, ...]
+
+
+def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
+    """Print a rewritten graph.
+
+    Args:
+        loaded: its model and the call of the run.
+        found: the graph.
+
+    Raises:
+        CannotExport: the call, its output or the graph holds what no source can.
+    """
+    graph, model = found.module.graph, loaded.model
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    tensors = dict(tensor_names(model, placeholders, found.names))
+    joined = joined_names(graph, tensors)
+    call = _bound(loaded)
+    given = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+    arguments = _arguments(loaded, placeholders, found.names, tensors)
+    tensors |= {node: name for node, (name, _) in joined.items()}
+    printer = ForwardPrinter(
+        Source(model=model, graph=graph, ops=found.ops, tensors=tensors, arguments=arguments, origins=found.origins)
+    )
+    body = printer.printed()
+    output = OutputPrinter(found.values, printer.result, {id(value): name for name, value in given.items()})
+    result = output.expression(found.output)
+    called = {id(node.target) for node in graph.nodes}
+    ops = tuple(op for op in found.ops.ops if any(found.ops.by_call.get(number) is op for number in called))
+    if not ops:
+        raise CannotExport(detail="its graph calls no kernel of a chain")
+    metas = tuple((name, _meta(value)) for name, value in given.items())
+    text = "\n".join([*body, *(line for function in printer.functions for line in function.lines)])
+    context = {
+        "class_name": type(model).__name__, "imports": sorted(output.imports), "functions": _functions(printer),
+        "body": body, "result": result, "arguments": [name for name, _ in metas],
+        "tensors": [(name, laid(name, meta)) for name, meta in metas], "has_functional": "F." in text,
+        "has_aten": "aten." in text,
+        "values": repr({name: value for name, value in call.items() if name not in given}),
+        "joined": sorted(dict(joined.values()).items()),
+        "below": repr({name: int(value.max()) + 1 for name, value in given.items() if _is_whole(value)}),
+        "aten_ops": sorted({_op_name(node) for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}),
+    }  # fmt: skip
+    return Printed(
+        context=context, ops=ops, tensors=metas, values={name: value for name, value in call.items() if name not in given},
+        constants=_constants(found), expected=_expected(loaded), left_out=found.left_out,
+    )  # fmt: skip
+
+
+def _functions(printer: ForwardPrinter) -> list[dict[str, object]]:
+    return [
+        {
+            "name": one.name, "parameters": [*one.first, *one.given], "lines": one.lines, "outputs": one.outputs,
+            "title": ", ".join(f"`{layer.path}`" for layer in one.layers[:1])
+            + (f" to `{one.layers[-1].path}`" if len(one.layers) > 1 else ""),
+        }
+        for one in printer.functions
+    ]  # fmt: skip
+
+
+def _bound(loaded: LoadedWorkload) -> dict[str, Any]:
+    """Return the call's arguments by the names of the forward's parameters."""
+    parameters = inspect.signature(loaded.model.forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [one.name for one in parameters if one.kind in kinds]
+    if len(loaded.args) > len(names):
+        raise CannotExport(detail="its forward takes *args, which have no names")
+    call = {**dict(zip(names, loaded.args, strict=False)), **loaded.kwargs}
+    for name, value in call.items():
+        if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+            kind = type(value).__name__
+            raise CannotExport(detail=f"its argument `{name}` is a {kind}, and a package takes tensors and plain values alone")
+        if not name.isidentifier():
+            raise CannotExport(detail=f"its argument `{name}` is no identifier")
+    return call
+
+
+def _arguments(
+    loaded: LoadedWorkload, placeholders: list[Node], names: tuple[str, ...], tensors: Mapping[Node, str]
+) -> dict[Node, str]:
+    """Return the name of each placeholder that is an argument of the call."""
+    parameters = list(inspect.signature(loaded.model.forward).parameters)
+    known = {f"args.{place}": parameters[place] for place in range(len(loaded.args))} | {name: name for name in loaded.kwargs}
+    found = {}
+    for node, name in zip(placeholders, names, strict=True):
+        if node not in tensors and node.users:
+            if name not in known:
+                raise CannotExport(detail=f"it reads `{name}`, which is no argument of its call and no tensor of the model")
+            found[node] = known[name]
+    return found
+
+
+def _constants(found: Rewritten) -> dict[str, torch.Tensor]:
+    names = {str(node.target) for node in found.module.graph.nodes if node.op == "get_attr"}
+    values = {name: getattr(found.module, name) for name in sorted(names)}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or not name.isidentifier():
+            raise CannotExport(detail=f"its graph holds `{name}`, which is no tensor")
+    return {name: value.detach().cpu().clone() for name, value in values.items()}
+
+
+def _expected(loaded: LoadedWorkload) -> dict[str, Any]:
+    model, config = loaded.model, getattr(loaded.model, "config", None)
+    kind = type(model)
+    is_importable = not kind.__module__.startswith(("fusion_advisor_user_", "__main__")) and hasattr(type(config), "from_dict")
+    return {
+        **facts(model),
+        "model_class": f"{kind.__module__}.{kind.__qualname__}",
+        "config_class": f"{type(config).__module__}.{type(config).__qualname__}" if is_importable else "",
+    }
+
+
+def _op_name(node: Node) -> str:
+    target: Any = node.target
+    name, overload = target._schema.name.replace("::", "."), target._overloadname
+    return f"{name}.{overload}"
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    return value.numel() > 0 and not value.dtype.is_floating_point and not value.dtype.is_complex
+
+
+def _meta(value: torch.Tensor) -> TensorMeta:
+    return TensorMeta(
+        shape=tuple(value.shape), stride=value.stride(), dtype=str(value.dtype).removeprefix("torch."), device=value.device.type
+    )
+
+
+def laid(name: str, meta: TensorMeta) -> str:
+    """Return the arguments of the package's ``Laid``.
+
+    Args:
+        name: of the tensor.
+        meta: its layout.
+    """
+    return f'"{name}", {tuple(meta.shape)}, {tuple(meta.stride)}, torch.{meta.dtype}'

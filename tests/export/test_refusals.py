@@ -1,0 +1,178 @@
+"""What cannot be exported is refused with its reason, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fusion_advisor
+from fusion_advisor.cli.common import core
+from fusion_advisor.errors import BadFactory, CannotExport, ExportExists, LicenceForbids, NothingToExport
+from fusion_advisor.export.export import check_export, package_name
+from fusion_advisor.files.whole_folder import write_folder
+from fusion_advisor.fuse.live.saved_plan import load_plan
+from fusion_advisor.records import Status
+from tests.export.models import QUICK
+from tests.tiny import Toy, toy
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a toy that kept a kernel: the fused model, its input, its folder."""
+    folder = tmp_path_factory.mktemp("run")
+    model, (x,) = toy()
+    fused = fusion_advisor.apply(model, x, run_dir=folder, **QUICK)
+    fused.revert()
+    return fused, x, folder
+
+
+def kept_rows(saved, **change):
+    return tuple(replace(row, **change) if row.status is Status.KEPT else row for row in saved.report.fusions)
+
+
+def test_a_run_that_kept_nothing_has_nothing_to_export(run, tmp_path):
+    saved = load_plan(run[2])
+    nothing = replace(saved, report=replace(saved.report, fusions=kept_rows(saved, status=Status.WITHIN_NOISE)))
+    with pytest.raises(NothingToExport, match="kept no kernel"):
+        check_export(nothing, tmp_path / "out", force=False)
+
+
+def test_a_kernel_whose_licence_forbids_it_is_not_passed_on(run, tmp_path):
+    saved = load_plan(run[2])
+    check_export(saved, tmp_path / "out", force=False)
+    for licence, is_fine in (("MIT", True), ("LicenseRef-Proprietary", False)):
+        fusions = tuple(replace(one, match=replace(one.match, license=licence)) for one in saved.fusions)
+        if is_fine:
+            check_export(replace(saved, fusions=fusions), tmp_path / "out", force=False)
+        else:
+            with pytest.raises(LicenceForbids, match="LicenseRef-Proprietary"):
+                check_export(replace(saved, fusions=fusions), tmp_path / "out", force=False)
+
+
+def test_a_folder_that_is_there_is_left_alone_without_force(run, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    with pytest.raises(ExportExists):
+        run[0].export(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "mine.txt").read_text() == "mine"
+    run[0].export(out, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (out / "mine.txt").exists()
+    assert (out / "out" / "forward.py").is_file()
+
+
+def test_a_file_is_not_replaced_even_with_force(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ExportExists):
+        write_folder({"a.py": b""}, tmp_path / "out", force=True)
+
+
+def test_nothing_is_left_where_writing_fails(tmp_path):
+    with pytest.raises(TypeError):
+        write_folder({"a.py": b"", "b.py": "text is no bytes"}, tmp_path / "out", force=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_factory_that_is_gone_is_named(tmp_path):
+    source = "import torch\nfrom tests.tiny import toy\n\ndef make():\n    model, x = toy()\n    return model, {'x': x[0]}\n"
+    (tmp_path / "gone.py").write_text(source)
+    loaded = core.load_workload(core.make_request(model_id=f"{tmp_path}/gone.py:make"))
+    fused = fusion_advisor.apply(loaded.model, loaded.kwargs, run_dir=tmp_path / "run", **QUICK)
+    fused.revert()
+    (tmp_path / "run" / "request.json").write_text(core.dump_request(loaded.request))
+    (tmp_path / "gone.py").unlink()
+    with pytest.raises(BadFactory, match="there is no file"):
+        core.export_run(tmp_path / "run", tmp_path / "out", force=False, trust_remote_code=False)
+    assert not (tmp_path / "out").exists()
+
+
+class Broken(Toy):
+    """A toy with a graph break."""
+
+    def forward(self, x):
+        """Break in the middle."""
+        y = super().forward(x)
+        torch._dynamo.graph_break()
+        return super().forward(y)
+
+
+class Listed(torch.nn.Module):
+    """Takes a list."""
+
+    def forward(self, xs):
+        """Compute something worth a kernel."""
+        return torch.nn.functional.gelu(xs[0] + xs[1]).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "reason"),
+    [
+        (Broken(), {"x": torch.randn(4, 8, 32)}, "captured as 2 graphs"),
+        (Listed(), {"xs": [torch.randn(64, 64), torch.randn(64, 64)]}, "`xs` is a list"),
+    ],
+)
+def test_what_a_package_cannot_hold_is_said(model, inputs, reason, tmp_path):
+    fused = fusion_advisor.apply(model.eval(), inputs, **QUICK)
+    with pytest.raises(CannotExport, match=reason):
+        fused.export(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    assert fused.is_applied
+    fused.revert()
+
+
+def test_a_package_without_a_model_of_its_own_takes_the_users(run, tmp_path):
+    """The class of a factory's model has no configuration: apply works on the model itself, and MODEL names one for the tests."""
+    fused, x, _ = run
+    model, name = fused.model, "toy_of_this_test"
+    fused.export(tmp_path / name)
+    sys.path.insert(0, str(tmp_path / name))
+    try:
+        package = importlib.import_module(name)
+        with torch.no_grad():
+            own = model(x)
+            package.apply(model)
+            found = model(x)
+            assert package.fallbacks(model) == {}
+            assert torch.equal(model(x[:1]), model.forward.__self__.original(x[:1]))
+            assert list(package.fallbacks(model).values()) == [1]
+            package.revert(model)
+            fused.apply()
+            assert torch.equal(found, fused(x))
+            fused.revert()
+            assert torch.equal(model(x), own)
+        other = Toy()
+        other.extra = torch.nn.Linear(2, 2)
+        with pytest.raises(package.ModelDiffers, match="extra"):
+            package.apply(other.eval())
+        assert "forward" not in vars(other)
+        with pytest.raises(importlib.import_module(f"{name}.example").NoModel, match="MODEL="):
+            importlib.import_module(f"{name}.example").make_model()
+    finally:
+        sys.path.remove(str(tmp_path / name))
+
+
+def test_an_old_torch_is_told_what_it_lacks(run, tmp_path):
+    name = "needs_more_of_torch"
+    run[0].export(tmp_path / name)
+    path = tmp_path / name / name / "_requirements.py"
+    path.write_text(path.read_text().replace("ATEN_OPS = (", 'ATEN_OPS = (\n    "aten.not_an_op.default",'))
+    sys.path.insert(0, str(tmp_path / name))
+    try:
+        with pytest.raises(ImportError, match=r"torch .* has no op aten\.not_an_op\.default"):
+            importlib.import_module(name)
+    finally:
+        sys.path.remove(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("gpt2_fused", "gpt2_fused"), ("My-Model.v2", "my_model_v2"), ("2fast", "fused_2fast"), ("torch", "fused_torch")],
+)
+def test_a_package_is_named_after_its_folder(folder, name, tmp_path):
+    assert package_name(tmp_path / folder) == name
