@@ -36,9 +36,7 @@ class Relative(nn.Module):
         torch.manual_seed(0)
         self.projections = nn.ModuleList(nn.Linear(HEADS * width, 3 * HEADS * width) for _ in range(2))
         self.table = nn.Parameter(torch.randn(2 * length - 1, HEADS))
-        places = torch.arange(length)
-        self.register_buffer("places", places - places[:, None] + length - 1)
-        self.mask, self.options, self.width = mask, options, width
+        self.mask, self.options, self.length, self.width = mask, options, length, width
 
     def forward(self, x):
         bias = self.bias()
@@ -49,7 +47,8 @@ class Relative(nn.Module):
         return self.end(x, bias)
 
     def bias(self):
-        return self.table[self.places].permute(2, 0, 1).unsqueeze(0)
+        places = torch.arange(self.length, device=self.table.device)
+        return self.table[places - places[:, None] + self.length - 1].permute(2, 0, 1).unsqueeze(0)
 
     def end(self, x, _bias):
         return x
@@ -216,24 +215,31 @@ def test_a_mask_that_an_input_chooses_is_copied_only_if_the_kernel_gives_numbers
 
 
 def test_a_mask_of_parameters_alone_asks_nothing_of_the_kernel():
-    class Causal(Relative):
-        def bias(self):
-            places = torch.arange(LENGTH)
-            return self.table[places - places[:, None] + LENGTH - 1].permute(2, 0, 1).unsqueeze(0)
-
-    region = captured(Causal(causal))
+    region = captured(Relative(causal))
     assert lay_masks_out(region.graph, parameters_of(region), has_rows, lambda _: pytest.fail("asked")) == 1
+
+
+class Buffered(Relative):
+    """Its places are a buffer, which somebody may write to between two calls."""
+
+    def __init__(self):
+        super().__init__()
+        places = torch.arange(LENGTH)
+        self.register_buffer("places", places - places[:, None] + LENGTH - 1)
+
+    def bias(self):
+        return self.table[self.places].permute(2, 0, 1).unsqueeze(0)
 
 
 def test_a_buffer_counts_as_an_input():
     asked = []
-    region = captured(Relative())
+    region = captured(Buffered())
     assert gives_numbers(attentions(region)[0])
     placeholders = [node.name for node in region.graph.graph.nodes if node.op == "placeholder"]
     roles = dict(zip(placeholders, region.roles, strict=True))
     assert parameters_of(region) == [name for name, role in roles.items() if role == "parameter"]
     assert lay_masks_out(region.graph, parameters_of(region), has_rows, lambda call: asked.append(call) or True) == 1
-    assert len(asked) == 2  # the places are a buffer
+    assert len(asked) == 2
 
 
 class Returning(Relative):
@@ -272,3 +278,20 @@ def test_on_a_gpu_one_kernel_serves_attention_as_right_as_eager(mask):
             assert run.report.model_check.is_passed
         finally:
             run.revert()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_mask_that_an_input_chooses_is_copied_only_if_the_kernel_gives_numbers():
+    model = Filled(length=256, width=64).eval().to("cuda", torch.bfloat16)
+    x = torch.randn(2, 256, HEADS * 64, device="cuda", dtype=torch.bfloat16)
+    hidden = x.clone()
+    hidden[:, :, 0] = -200.0  # hides every key
+    with torch.no_grad():
+        (region,) = capture_regions(model, (x,), {}).regions
+        is_copied = bool(copies(region))
+        if not is_copied:
+            lay_masks_out(region.graph, has_kernel=has_attention_kernel, is_safe=lambda _: True)
+        assert has_attention_kernel(attentions(region)[0])
+        assert model(hidden).isfinite().all()
+        got = region.graph(*(hidden if value is x else value for value in region.example_args))[0]
+        assert is_copied == bool(got.isfinite().all())
