@@ -157,9 +157,11 @@ def _pass_by(graph: Graph, copy: Node) -> None:
     own = copy.all_input_nodes[0]
     if own.target is not _CONTIGUOUS or LAID_OUT in own.meta or len(own.args) != 1:
         return
-    given = own.all_input_nodes[0].meta.get("val")
+    given, wanted = own.all_input_nodes[0].meta.get("val"), copy.kwargs["memory_format"]
+    if not isinstance(given, torch.Tensor) or not isinstance(wanted, torch.memory_format):
+        return
     reads_alone = all(user.target is torch.ops.aten.conv2d.default for user in copy.users)
-    if reads_alone and isinstance(given, torch.Tensor) and given.is_contiguous(memory_format=copy.kwargs["memory_format"]):
+    if reads_alone and given.is_contiguous(memory_format=wanted):
         copy.replace_input_with(own, own.all_input_nodes[0])
         if not own.users:
             graph.erase_node(own)
