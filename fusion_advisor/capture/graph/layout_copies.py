@@ -59,14 +59,12 @@ class Relayout:
         Args:
             start: the value.
             memory_format: of the copy.
-            readers: of the copy; None: all of the value's but the caller of the graph, who gets the value itself.
+            readers: of the copy; None: all of the value's.
 
         Returns:
             False where something that follows is written to.
         """
-        if readers is None:
-            readers = [user for user in start.users if user.op != "output"]
-        made = self._put(start, list(readers), memory_format)
+        made = self._put(start, list(start.users) if readers is None else list(readers), memory_format)
         return self._follow(made, memory_format)
 
     def keep(self) -> bool:
@@ -159,11 +157,11 @@ def _pass_by(graph: Graph, copy: Node) -> None:
     own = copy.all_input_nodes[0]
     if own.target is not _CONTIGUOUS or LAID_OUT in own.meta or len(own.args) != 1:
         return
-    given, memory_format = own.all_input_nodes[0].meta.get("val"), copy.kwargs["memory_format"]
-    if not isinstance(given, torch.Tensor) or not isinstance(memory_format, torch.memory_format):
+    given, wanted = own.all_input_nodes[0].meta.get("val"), copy.kwargs["memory_format"]
+    if not isinstance(given, torch.Tensor) or not isinstance(wanted, torch.memory_format):
         return
     reads_alone = all(user.target is torch.ops.aten.conv2d.default for user in copy.users)
-    if reads_alone and given.is_contiguous(memory_format=memory_format):
+    if reads_alone and given.is_contiguous(memory_format=wanted):
         copy.replace_input_with(own, own.all_input_nodes[0])
         if not own.users:
             graph.erase_node(own)

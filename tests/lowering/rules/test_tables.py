@@ -450,7 +450,7 @@ def test_a_channels_weight_is_read_at_a_quotient_of_the_column():
     assert [operand.element_count for operand in program.operands] == [240, 6, 240]
 
 
-def test_group_norm_of_channels_last_is_refused():
+def test_group_norm_from_channels_last_to_channels_first_is_refused():
     x = rand(2, 6, 4, 5).contiguous(memory_format=torch.channels_last)
     with pytest.raises(CannotLower, match="one run of memory"):
-        lower_function(lambda x: functional.group_norm(x, 3), x)
+        lower_function(lambda x: functional.group_norm(x, 3).contiguous(), x)
