@@ -98,11 +98,9 @@ def apply(
     """
     from functools import partial
 
-    from fusion_advisor.export.export import export_package, export_run
-    from fusion_advisor.fuse.live.restore_plan import apply_plan
+    from fusion_advisor.export.export import export_run
     from fusion_advisor.fuse.plan.options import ApplyOptions
     from fusion_advisor.fuse.plan.size_ranges import asked_shapes
-    from fusion_advisor.fuse.restore_shapes import restore_shapes
     from fusion_advisor.fuse.slot.in_place import take_out
     from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
@@ -116,11 +114,7 @@ def apply(
         if options:
             raise TypeError(f"a plan is put in as it was made, without {', '.join(sorted(options))}")
         take_out(model)
-        fused = apply_plan(loaded, plan)
-        restore_shapes(fused, loaded, plan)
-        fused.report = for_notebook(plan.report)
-        fused.exporter = partial(export_package, loaded, plan)
-        return fused
+        return _put_in(loaded, plan)
     chosen = _named("apply", loaded, ApplyOptions(**{**options, "shapes": asked_shapes(options.get("shapes"))}))
     take_out(model)
     run = _applied(loaded, chosen)
@@ -128,6 +122,22 @@ def apply(
     if phase == "forward":
         run.fused.exporter = partial(export_run, loaded, run.capture, run.report)
     return run.fused
+
+
+def _put_in(loaded: LoadedWorkload, plan: SavedPlan) -> FusedModel:
+    """Put a saved plan into a model."""
+    from functools import partial
+
+    from fusion_advisor.export.export import export_package
+    from fusion_advisor.fuse.live.restore_plan import apply_plan
+    from fusion_advisor.fuse.restore_shapes import restore_shapes
+    from fusion_advisor.report.html.notebook import for_notebook
+
+    fused = apply_plan(loaded, plan)
+    restore_shapes(fused, loaded, plan)
+    fused.report = for_notebook(plan.report)
+    fused.exporter = partial(export_package, loaded, plan)
+    return fused
 
 
 def _applied(loaded: LoadedWorkload, options: ApplyOptions) -> AppliedRun | TrainedRun:

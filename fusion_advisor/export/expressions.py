@@ -74,27 +74,28 @@ class Printer:
         raise CannotExport(detail=f"its graph calls `{getattr(node.target, '__name__', node.target)}`, which is no op of torch")
 
     def _aten(self, node: Node, target: Any, read: Read) -> str:
-        name = f"{target._schema.name.removeprefix('aten::')}.{target._overloadname}"
-        is_aten = target.namespace == "aten"
+        name = f"{target._schema.name.rpartition('::')[2]}.{target._overloadname}"
         args = [self.value(arg, read) for arg in node.args]
         kwargs = [f"{key}={self.value(value, read)}" for key, value in node.kwargs.items()]
-        if is_aten and name in _INFIX and len(args) == 2 and not kwargs and isinstance(node.args[0], Node):
+        if target.namespace != "aten":
+            return f"torch.ops.{target.namespace}.{name}({', '.join([*args, *kwargs])})"
+        text = self._operator(node, name, args, kwargs) or self._method(node, name, args, kwargs, read)
+        return text or _function(name, args, kwargs)
+
+    def _operator(self, node: Node, name: str, args: list[str], kwargs: list[str]) -> str:
+        """An operator or an index; empty for any other op."""
+        if name in _INFIX and len(args) == 2 and not kwargs and isinstance(node.args[0], Node):
             return f"{_wrapped(args[0])} {_INFIX[name]} {_wrapped(args[1])}"
-        if is_aten and name in _METHODS and not (name == "to.dtype" and len(args) > 2):
-            method = _METHODS[name]
-            if method in _SPREAD and len(node.args) == 2 and isinstance(node.args[1], Sequence) and node.args[1]:
-                args = [args[0], *(self.value(item, read) for item in node.args[1])]
-            return f"{_wrapped(args[0])}.{method}({', '.join([*args[1:], *kwargs])})"
-        if is_aten and name == "slice.Tensor" and (text := _slice(node, args[0])):
-            return text
-        if is_aten and name == "embedding.default" and len(args) <= 3 and not kwargs:  # a padding_idx matters to gradients alone
-            return f"F.embedding({args[1]}, {args[0]})"
-        if is_aten and name.startswith("arange."):
-            kept = [text for text in kwargs if text not in ("pin_memory=False", "layout=None")]
-            return f"torch.arange({', '.join([*args, *kept])})"
-        function = _FUNCTIONS.get(name) if is_aten else None
-        function = function or f"torch.ops.{target.namespace}.{name.rpartition('::')[2]}".replace("torch.ops.aten.", "aten.")
-        return f"{function}({', '.join([*args, *kwargs])})"
+        return _slice(node, args[0]) if name == "slice.Tensor" else ""
+
+    def _method(self, node: Node, name: str, args: list[str], kwargs: list[str], read: Read) -> str:
+        """A method of its first argument; empty for an op that has none of its signature."""
+        if name not in _METHODS or (name == "to.dtype" and len(args) > 2):
+            return ""
+        method, sizes = _METHODS[name], node.args[1] if len(node.args) == 2 else None
+        if method in _SPREAD and isinstance(sizes, Sequence) and sizes:
+            args = [args[0], *(self.value(item, read) for item in sizes)]
+        return f"{_wrapped(args[0])}.{method}({', '.join([*args[1:], *kwargs])})"
 
     def value(self, value: Any, read: Read) -> str:
         """Return an argument as an expression.
@@ -132,6 +133,16 @@ def is_method(node: Node) -> bool:
     """
     target: Any = node.target
     return isinstance(target, torch._ops.OpOverload) and str(target).removeprefix("aten.") in _METHODS
+
+
+def _function(name: str, args: list[str], kwargs: list[str]) -> str:
+    """A function of torch's that is exactly the op, or the op itself."""
+    if name == "embedding.default" and len(args) <= 3 and not kwargs:  # a padding_idx matters to gradients alone
+        return f"F.embedding({args[1]}, {args[0]})"
+    if name.startswith("arange."):
+        kwargs = [text for text in kwargs if text not in ("pin_memory=False", "layout=None")]
+        return f"torch.arange({', '.join([*args, *kwargs])})"
+    return f"{_FUNCTIONS.get(name, f'aten.{name}')}({', '.join([*args, *kwargs])})"
 
 
 def _slice(node: Node, text: str) -> str:
