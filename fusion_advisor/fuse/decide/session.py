@@ -58,11 +58,11 @@ class Bench:
         rest: idle time ahead of each timed run of a step, as a multiple of the run before it; None until a step was looked at.
     """
 
-    def __init__(self, live: LiveCapture, *, on_cuda: bool, timer: HostTimer | None = None) -> None:
+    def __init__(self, live: LiveCapture, *, on_cuda: bool, timer: HostTimer | None = None, rest: float | None = None) -> None:
         self.live = live
         self.on_cuda = on_cuda
         self.timer = timer or step_timer(on_cuda=on_cuda)
-        self.rest: float | None = None
+        self.rest = rest
         self.ops: list[OpNode] = []
         self.index_of: list[dict[Node, int]] = []
         for region in live.regions:
