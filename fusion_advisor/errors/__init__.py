@@ -47,6 +47,7 @@ from fusion_advisor.errors.model import (
     UnknownArchitecture,
     UnknownModel,
 )
+from fusion_advisor.errors.ranks import NotUnderTorchrun, RankFailed, RanksDiffer, UnsupportedPlan
 from fusion_advisor.errors.step import (
     BadFactory,
     BadInputFunction,
@@ -102,11 +103,14 @@ __all__ = [
     "NoTraces",
     "NotRepeatable",
     "NotTrainable",
+    "NotUnderTorchrun",
     "NothingReplaced",
     "NumericsFailed",
     "OutOfMemory",
     "PlanMismatch",
     "ProfilerAttached",
+    "RankFailed",
+    "RanksDiffer",
     "RemoteCodeRefused",
     "RunExists",
     "SequenceTooLong",
@@ -120,5 +124,6 @@ __all__ = [
     "UnreadableReport",
     "UnreadableTrace",
     "UnsafeName",
+    "UnsupportedPlan",
     "UsageError",
 ]
