@@ -58,7 +58,7 @@ def try_fusion(
     is_timed: bool = True,
     log: Callable[[str], None] = lambda _: None,
     compare: Callable[..., tuple[Timing, Timing]] = compare_alone,
-    tune: Callable[..., Tuned] = best_tuning,
+    tune: Callable[..., Tuned] | None = None,
     worst: Callable[[str], str] = str,
     ahead: BuildAhead | None = None,
 ) -> Trial:
@@ -76,7 +76,7 @@ def try_fusion(
         is_timed: time it too; a saved plan was timed when it was made.
         log: gets a compiler's full words.
         compare: times the original ops against the kernel.
-        tune: chooses launch parameters.
+        tune: chooses launch parameters; None: :func:`best_tuning`.
         worst: given what is wrong with the kernel, or an empty text, returns what counts.
         ahead: compiles kernels, and is waited for.
     """
@@ -160,13 +160,13 @@ def _made(
     *,
     fast_math: bool,
     log: Callable[[str], None],
-    tune: Callable[..., Tuned],
+    tune: Callable[..., Tuned] | None,
     ahead: BuildAhead | None,
 ) -> _Made:
     """Tune, render and build a fusion's kernel."""
     maker = backend_named(backend)
     store = TuningStore(warn=log)
-    tuned = tune(
+    tuned = (tune or best_tuning)(
         planned.program,
         planned.tunables,
         backend,

@@ -9,7 +9,10 @@ from torch import nn
 
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.capture.trace.attribute import category_of
 from fusion_advisor.chains.find import find_groups
+from fusion_advisor.fuse.cuda_graph.capturable import host_work
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.plan.plan import judge_with
 from fusion_advisor.records import OpClass
 
@@ -46,3 +49,17 @@ def test_chains_end_and_begin_at_a_collective(group):
     assert len(chains) == 2 and not any({reduced, waited} & members for members in chains)
     before, after = sorted(chains, key=min)
     assert max(before) < reduced and min(after) > waited and len(after) >= 6
+
+
+def test_a_step_with_one_is_held_by_no_cuda_graph(group):
+    x = torch.randn(4, 32)
+    live = capture_regions(Block(group), (x,), {})
+    assert host_work(live.regions[0].graph).startswith("processes meet in ")
+    alone = capture_regions(nn.Sequential(nn.ReLU()), (x,), {})
+    benches = [Bench(one, on_cuda=False) for one in (live, alone)]
+    assert [bench.is_alone for bench in benches] == [False, True]
+
+
+def test_kernels_of_a_collective_are_known_by_their_op_or_their_name():
+    assert category_of("ncclDevKernel_AllReduce_Sum_bf16", "") == category_of("k", "nccl:all_reduce") == "collective"
+    assert category_of("k", "c10d::allreduce_") == "collective" and category_of("k", "") == "other"
