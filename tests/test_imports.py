@@ -129,7 +129,7 @@ def users(package, *, with_typing=False):
 
 TORCH_FREE = ("base", "errors", "records", "chains", "ir", "lowering", "lowering.builder", "lowering.rules", "codegen.common",
               "fuse.plan", "report", "report.html", "report.terminal", "report.compare", "report.fleet",
-              "report.shapes", "report.training")  # fmt: skip
+              "report.shapes", "report.training", "report.ranks")  # fmt: skip
 """Folders that a laptop without torch can import."""
 
 

@@ -99,7 +99,7 @@ class UnchangedStep:
     def time(self, how: Measurement, timer: HostTimer) -> TimedStep:
         """Warm the step up and time it without a profiler of ours."""
         with named_range("fa:warmup", is_on=how.with_nvtx):
-            _warm_up(self.call, how.warmup, self.rewind)
+            _warm_up(self.call, how.warmup, self.rewind, timer)
         tool = attached_profiler(os.environ) if self.on_cuda else ""
         is_recorded = how.with_nvtx or bool(tool)
         with (
@@ -188,9 +188,10 @@ def _numbered(step: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def _warm_up(step: Callable[[], Any], wanted: int, rewind: Callable[[], object] = wall_timer.nothing) -> None:
+def _warm_up(step: Callable[[], Any], wanted: int, rewind: Callable[[], object], timer: HostTimer) -> None:
     """Run a step at least twice before any run counts; fewer times than asked for when one takes over a tenth of a second."""
-    first = wall_timer.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1, before=rewind)
+    on_cuda = torch.cuda.is_initialized()
+    first = wall_timer.wall_times(step, runs=1, budget_s=0.0, on_cuda=on_cuda, warmup=1, before=rewind, timer=timer)
     for _ in range(max(0, min(wanted, int(1e9 / max(first[-1], 1))))):
         rewind()
         step()

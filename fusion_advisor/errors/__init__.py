@@ -51,6 +51,7 @@ from fusion_advisor.errors.model import (
     UnknownArchitecture,
     UnknownModel,
 )
+from fusion_advisor.errors.ranks import NotUnderTorchrun, RankFailed, RanksDiffer, UnsupportedPlan
 from fusion_advisor.errors.step import (
     BadFactory,
     BadInputFunction,
@@ -109,12 +110,15 @@ __all__ = [
     "NoTraces",
     "NotRepeatable",
     "NotTrainable",
+    "NotUnderTorchrun",
     "NothingReplaced",
     "NothingToExport",
     "NumericsFailed",
     "OutOfMemory",
     "PlanMismatch",
     "ProfilerAttached",
+    "RankFailed",
+    "RanksDiffer",
     "RemoteCodeRefused",
     "RunExists",
     "SequenceTooLong",
@@ -128,5 +132,6 @@ __all__ = [
     "UnreadableReport",
     "UnreadableTrace",
     "UnsafeName",
+    "UnsupportedPlan",
     "UsageError",
 ]

@@ -210,7 +210,9 @@ def _without_guilty(job: Job, kept: KeptStep) -> KeptStep | None:
     """Return what is left without the rewrites that make the whole model wrong; None where there is none to blame."""
     bench = job.bench
     suspects = bisect.suspects_of(kept.report, kept.built, kept.linears)
-    guilty = bisect.guilty_in(job.loaded, bench, suspects, job.eager_call, tolerance=job.options.tolerance)
+    guilty = bisect.guilty_in(
+        job.loaded, bench, suspects, job.eager_call, tolerance=job.options.tolerance, check_model=job.last.check_part
+    )
     if not guilty:
         return None
     names = {one.id for one in guilty}

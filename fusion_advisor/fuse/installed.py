@@ -33,12 +33,14 @@ class LastStage:
 
     Attributes:
         check_model: compares the whole model's numbers with the original's.
+        check_part: compares them with a part of the rewrites, to find a guilty one.
         graph_recorder: what records CUDA graphs on the bench's device; None where there are none.
         choose_graph: decides whether the graph stays.
         measure_warm_up: times a saved plan's first call.
     """
 
     check_model: Callable[..., ModelCheck] = check_whole_model
+    check_part: Callable[..., ModelCheck] = check_whole_model
     graph_recorder: Callable[[Bench], Recorder | None] = graph_recorder
     choose_graph: Callable[..., GraphRewrite] = choose_graph
     measure_warm_up: Callable[..., WarmUp] = measure_warm_up

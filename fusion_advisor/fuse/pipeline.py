@@ -49,13 +49,14 @@ from fusion_advisor.fuse.too_busy import with_noise_judged
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import Capture, Environment, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
-from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.machine_load import machine_load
 from fusion_advisor.workload.device import current_device, first_fault, is_out_of_memory, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
 
-def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress | None = None) -> tuple[Report, Capture]:
+def profile_workload(
+    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress | None = None, *, instruments: Instruments = MEASURED
+) -> tuple[Report, Capture]:
     """Profile a loaded workload: measure, capture, rank, match; nothing is changed.
 
     Raises:
@@ -65,7 +66,7 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     progress = progress or Progress()
     clock = PhaseClock(progress)
     with on_device(loaded, "profiling"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
-        capture, live, plan = _profile(loaded, options, progress, clock)
+        capture, live, plan = _profile(loaded, options, progress, clock, instruments=instruments)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         live.written.restore()
     return _report(capture, plan, findings, options, clock, live.written, status="profiled"), capture
@@ -139,14 +140,14 @@ def _apply(
     ):  # fmt: skip
         ahead = builds.enter_context(building_ahead(loaded, progress))
         capture, live, plan = _profile(
-            loaded, options, progress, clock, is_timed=options.is_timed, timer=instruments.timer,
+            loaded, options, progress, clock, is_timed=options.is_timed, instruments=instruments,
             environment=environment, ahead=ahead,
         )  # fmt: skip
         at_the_end.callback(live.written.restore)
         _refuse_without_output(loaded, live)
         report = _first_report(capture, live, plan, options, clock)
         on_report(report)
-        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=instruments.timer)
+        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=instruments.timer, rest=instruments.rest)
         with clock.phase("fusions"):
             fusions, built = try_all(
                 bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))), instruments, ahead
@@ -277,7 +278,7 @@ def _profile(
     clock: PhaseClock,
     *,
     is_timed: bool = True,
-    timer: HostTimer | None = None,
+    instruments: Instruments = MEASURED,
     environment: Environment | None = None,
     ahead: BuildAhead | None = None,
 ) -> tuple[Capture, LiveCapture, Plan]:
@@ -296,9 +297,12 @@ def _profile(
             bandwidth=bandwidth,
             how=measurement_of(options),
             note=progress.note,
-            timer=timer,
-            second_look=second_look(options, bandwidth, torch.device(device), timer, progress.note, ahead, is_timed=is_timed),
+            timer=instruments.timer,
+            second_look=second_look(
+                options, bandwidth, torch.device(device), instruments.timer, progress.note, ahead, is_timed=is_timed
+            ),
         )
+        capture = instruments.settled_capture(capture)
     for warning in capture.quality.warnings:
         progress.warn(warning)
     with clock.phase("chains"):

@@ -45,6 +45,8 @@ class OpClass(enum.StrEnum):
     CONVOLUTION = "convolution"
     MEMORY = "memory"
     """Moves data without arithmetic: copy, cat, gather, embedding, index_copy_."""
+    COLLECTIVE = "collective"
+    """Moves data between processes (all_reduce, all_gather), or waits for such an op."""
     OTHER = "other"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fusion_advisor.records.chain import Chain, Match, NoMatch
 from fusion_advisor.records.rewrite import Finding, FrozenValue, Fusion, GraphRewrite, Tolerance
-from fusion_advisor.records.run import Bandwidth, DataQuality, Environment, Timing, TooBusy, Workload
+from fusion_advisor.records.run import Bandwidth, DataQuality, Environment, RankRun, Timing, TooBusy, Workload
 from fusion_advisor.records.shapes import ShapeRanges
 from fusion_advisor.records.step import Baseline, Gate, GenerationCheck, LaunchVerdict, ModelCheck, StepProfile, Training, WarmUp
 
@@ -72,6 +72,8 @@ class Report:
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
     training: Training | None = None
     """Of phase ``train``: the eager step by its modules. A profile of it has no chains."""
+    ranks: RankRun | None = None
+    """Where torchrun started several processes; its report is written by rank 0."""
     shapes: ShapeRanges | None = None
     """Of ``--shapes``: the ranges of sizes that are served, and what was decided in them."""
     launch_verdict: LaunchVerdict | None = None

@@ -138,6 +138,30 @@ class TooBusy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankTime:
+    """What one rank's device did in a traced step of a run on several ranks."""
+
+    rank: int
+    device: str
+    compute_ns: int
+    communication_ns: int
+    """Ops between ranks, each counted as on the rank that came to it last."""
+    waiting_ns: int
+    """The rest of these ops: the rank came earlier than the last one."""
+    idle_ns: int
+    """Nothing ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRun:
+    """A run on several ranks."""
+
+    way: str
+    """``tensor parallel``: the ranks share each step. ``replicas``: each rank runs a whole model."""
+    rows: tuple[RankTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
     """Ceilings measured on this device in this run."""
 

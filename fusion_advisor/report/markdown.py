@@ -17,6 +17,7 @@ from fusion_advisor.records import Report, Status
 from fusion_advisor.report import background_rows, baseline_rows, first_screen, kernel_rows, quality, shared_rows, waterfall_rows
 from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline
+from fusion_advisor.report.ranks.rows import ranks_view
 from fusion_advisor.report.shapes.view import sizes_view
 from fusion_advisor.report.training import rows as training
 
@@ -127,6 +128,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             predicted=baseline_rows.predicted,
             predicted_interval=baseline_rows.predicted_interval,
             sizes=sizes_view(report.shapes) if report.shapes else None,
+            ranks=ranks_view(report.ranks),
             max_rows=MAX_ROWS,
             fusions=report.fusions[:MAX_ROWS],
             fusions_left=len(report.fusions[MAX_ROWS:]),

@@ -40,6 +40,10 @@ class HostTimer(Protocol):
         """Let the device be idle for some nanoseconds."""
         ...
 
+    def agreed_ns(self, own_ns: int) -> int:
+        """Return what counts of a time that the device told: of several processes, the slowest one's."""
+        ...
+
 
 class WallTimer:
     """The wall clock: right where the host waits for a device."""
@@ -61,6 +65,10 @@ class WallTimer:
         end_ns = time.perf_counter_ns() + for_ns
         while time.perf_counter_ns() < end_ns:
             pass
+
+    def agreed_ns(self, own_ns: int) -> int:
+        """Return a time as it is: there is one process."""
+        return own_ns
 
 
 class BusiestThreadTimer(WallTimer):

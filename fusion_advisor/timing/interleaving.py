@@ -150,8 +150,9 @@ def interleave(
         if number % 2 == 0:
             orders.shuffle(order)
         for position, last_ns in turns.of_round(order[::-1] if number % 2 else order, rest, in_a_row=in_a_row):
-            times[position].append(last_ns)
-            after(number, position, last_ns)
+            counted_ns = timer.agreed_ns(last_ns) if on_cuda else last_ns  # a host's timer has agreed already
+            times[position].append(counted_ns)
+            after(number, position, counted_ns)
         number += 1
         taken_s = timer.seconds() - started
         left = still_open(times) if taken_s >= least_s else None
@@ -326,7 +327,8 @@ def compare_alone(
     """
     timer = timer or step_timer(on_cuda=on_cuda)
     if on_cuda:
-        repeats = max(1, min(_MOST_REPEATS, round(_REPEATED_NS / max(min(map(_once_on_device, (before, after))), 1))))
+        once_ns = timer.agreed_ns(min(map(_once_on_device, (before, after))))
+        repeats = max(1, min(_MOST_REPEATS, round(_REPEATED_NS / max(once_ns, 1))))
         pool = torch.cuda.graph_pool_handle()
         candidates = [recorded(call, pool=pool, repeats=repeats) for call in (before, after)]
     else:

@@ -38,6 +38,7 @@ class WorkloadRequest:
         layers: Keep only that many layers, for a quick look.
         seed: Of weights and inputs.
         weights: ``auto`` takes what there is and the record says which; the others insist.
+        tp: ``auto`` splits the model over the ranks by its own plan; None leaves it whole on each.
         trust_remote_code: Whether Python code that a model repository ships may run.
         offline: Never ask the Hub.
     """
@@ -55,6 +56,7 @@ class WorkloadRequest:
     layers: int | None = None
     seed: int = 0
     weights: str = "auto"
+    tp: str | None = None
     trust_remote_code: bool = False
     offline: bool = False
 
@@ -64,6 +66,8 @@ class WorkloadRequest:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--phase", self.phase, PHASES)
         _one_of("--weights", self.weights, WEIGHTS)
+        if self.tp not in (None, "auto"):
+            raise UsageError(detail=f"--tp {self.tp} is not known", help="use auto, or leave it out")
         if not _DEVICE.fullmatch(self.device):
             raise UsageError(detail=f"--device {self.device} is not a device", help="use auto, cpu, cuda or cuda:N")
         _at_least_one("--batch", self.batch)

@@ -25,6 +25,10 @@ class PlantedTimer:
         call()
         return self.now_ns - start
 
+    def agreed_ns(self, own_ns: int) -> int:
+        """Return a time as it is."""
+        return own_ns
+
     def seconds(self) -> float:
         """Return the time in seconds."""
         return self.now_ns / 1e9

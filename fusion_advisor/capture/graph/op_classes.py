@@ -228,6 +228,10 @@ _VIEWS = frozenset(
         "unfold",
     ]
 )
+_COLLECTIVE_SPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
+"""Namespaces of ops between processes. Their names stay whole: ``c10d::send`` and ``c10d::barrier`` are no ATen ops."""
+_COLLECTIVE_RANGES = ("gloo:", "nccl:")
+"""How process groups name the ranges of their work in a trace."""
 _BACKWARD = re.compile(r"(_dense)?_backward(_data)?$")
 COMPOSITE = frozenset(
     ["contiguous", "reshape", "to", "dropout", "flatten", "type_as", "float", "half", "scaled_dot_product_attention"]
@@ -236,14 +240,30 @@ COMPOSITE = frozenset(
 
 
 def base_name(target: str) -> str:
-    """Return ``mul`` for ``aten.mul.Tensor``, ``aten::mul_`` and ``mul``; our own ops lose their namespace likewise."""
+    """Return ``mul`` for ``aten.mul.Tensor``, ``aten::mul_`` and ``mul``; our own ops lose their namespace likewise.
+
+    Collectives keep their namespace: ``_c10d_functional.all_reduce``.
+    """
+    if is_collective(target):
+        return _without_overload(target.replace("::", "."))
     name = overload_free(target.replace("aten::", "").replace("fusion_advisor::", ""))
     return name if name.startswith("__") or not name.endswith("_") or name in _MEMORY else name.rstrip("_")
+
+
+def is_collective(target: str) -> bool:
+    """Whether an op moves data between processes, or waits for one that does; ``target`` as for :func:`base_name`."""
+    return target.startswith(_COLLECTIVE_RANGES) or target.replace("::", ".").partition(".")[0] in _COLLECTIVE_SPACES
+
+
+def _without_overload(name: str) -> str:
+    return ".".join(name.split(".")[:2])
 
 
 @functools.cache
 def class_of(name: str) -> OpClass:
     """Return the class of the ATen op with this base name (``mul``, ``layer_norm``)."""
+    if is_collective(name):
+        return OpClass.COLLECTIVE
     if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name or "cudnn_attention" in name:
         return OpClass.ATTENTION
     for names, op_class in (

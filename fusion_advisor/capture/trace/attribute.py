@@ -108,6 +108,8 @@ def category_of(kernel_name: str, op_name: str) -> str:
         return "fused"
     if kernel_name.startswith(("Memcpy", "Memset")):
         return OpClass.MEMORY.value
+    if kernel_name.startswith("nccl"):  # launched by a thread or an op that the trace does not link
+        return OpClass.COLLECTIVE.value
     found = class_of(base_name(op_name)) if op_name else OpClass.OTHER
     # A view op launches nothing itself: what ran under its name was the copy that it needed.
     return (OpClass.MEMORY if found is OpClass.VIEW else found).value

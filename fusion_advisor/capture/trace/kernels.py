@@ -238,7 +238,8 @@ def _short(name: str) -> str:
 
 
 _BY_NAME = (
-    (OpClass.OTHER, "nccl rccl allreduce all_gather sort topk"),
+    (OpClass.COLLECTIVE, "nccl rccl allreduce all_reduce all_gather reduce_scatter"),
+    (OpClass.OTHER, "sort topk"),
     (OpClass.ATTENTION, "flash fmha attention attn mha_"),
     (OpClass.CONVOLUTION, "conv wgrad dgrad fprop winograd im2col"),
     (OpClass.GEMM, "gemm gemv nvjet cutlass cublas splitk cijk_ triton_tem wgmma triton_mm matmul addmm"),

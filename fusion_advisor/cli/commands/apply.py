@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_advisor.cli.common import completion, core, options, run_dir, size_options
+from fusion_advisor.cli.common import completion, core, options, ranks, run_dir, size_options
 from fusion_advisor.errors import UsageError
 
 _PARAMETERS = {"context": "context_tokens", "input": "example_input"}
@@ -43,6 +43,7 @@ def apply(
     weights: options.WeightsOpt = None,
     trust_remote_code: options.TrustOpt = False,
     offline: options.OfflineOpt = False,
+    tp: ranks.TpOpt = None,
     warmup: options.WarmupOpt = 10,
     runs: options.RunsOpt = 50,
     min_time: options.MinTimeOpt = "0s",
@@ -138,6 +139,7 @@ def apply(
         weights=weights,
         trust_remote_code=trust_remote_code,
         offline=offline,
+        tp=tp,
     )
     request = _request(context, target, asked)
     ranges, at = size_options.read_sizes(shapes, points, phase=request.phase, is_dry=dry_run)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fusion_advisor.cli.commands import trace
-from fusion_advisor.cli.common import completion, core, options
+from fusion_advisor.cli.common import completion, core, options, ranks
 
 
 def profile(
@@ -40,6 +40,7 @@ def profile(
     weights: options.WeightsOpt = None,
     trust_remote_code: options.TrustOpt = False,
     offline: options.OfflineOpt = False,
+    tp: ranks.TpOpt = None,
     warmup: options.WarmupOpt = 10,
     runs: options.RunsOpt = 50,
     min_time: options.MinTimeOpt = "0s",
@@ -107,5 +108,6 @@ def profile(
         weights=weights,
         trust_remote_code=trust_remote_code,
         offline=offline,
+        tp=tp,
     )
     runner.run_profile(settings, core.make_request(model_id=model_id, **asked), chosen, target)

@@ -93,6 +93,20 @@ def load_workload(request: Any) -> Loaded:
     return loaded
 
 
+def profile_on_ranks(ranks: Any, loaded: Loaded, options: ProfileOptions, progress: Progress) -> tuple[Report, Capture]:
+    """Profile as one rank of several."""
+    report, capture = import_module("fusion_advisor.ranks.run").profile_on_ranks(ranks, loaded, options, progress)
+    return report, capture
+
+
+def apply_on_ranks(
+    ranks: Any, loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]
+) -> AppliedRun:
+    """Apply as one rank of several: the verdicts are equal on all."""
+    applied: AppliedRun = import_module("fusion_advisor.ranks.run").apply_on_ranks(ranks, loaded, options, progress, on_report)
+    return applied
+
+
 def profile_workload(loaded: Loaded, options: ProfileOptions, progress: Progress) -> tuple[Report, Capture]:
     """Measure, capture, rank and match."""
     report, capture = import_module("fusion_advisor.fuse.pipeline").profile_workload(loaded, options, progress)

@@ -88,6 +88,10 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA519": {"path": "gpt2_fused"},
     "FA520": {"kernel": "my_gelu", "licence": "LicenseRef-Proprietary"},
     "FA701": {"failed": "speedup<1.05", "command": "fusion-advisor apply gpt2 --fail-on 'speedup<1.05'"},
+    "FA801": {"detail": "the environment has no RANK"},
+    "FA802": {"rank": 1, "what": "versions", "detail": "`torch 2.12.0`, not `torch 2.13.0`"},
+    "FA803": {"model_id": "org/model", "ranks": 4, "detail": "num_key_value_heads is 2"},
+    "FA804": {"rank": 1, "reason": "its process is gone; it was last seen in `profile`"},
     "FA702": {"missing": "speedup: nothing was applied in this run"},
 }  # fmt: skip
 """Code: facts for the error's message, note and hint."""

@@ -246,6 +246,22 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "A kernel's kernel.toml may name a licence. Kernels without one are under this project's own, Apache-2.0.",
         "Only licences that allow a copy to be passed on are exported: Apache-2.0, MIT, BSD, ISC, Unlicense, CC0, Zlib.",
     ),
+    "FA801": (
+        "torchrun starts a process for each GPU and tells each its number (RANK), how many there are (WORLD_SIZE) and where they "
+        "meet (MASTER_ADDR, MASTER_PORT). `python -m torch.distributed.run` is the same program.",
+    ),
+    "FA802": (
+        "All ranks run the same step in the same order, because a collective waits for all of them. So their versions, request, "
+        "inputs, model, captured graph and plan are compared, and the run ends at the first difference.",
+    ),
+    "FA803": (
+        "--tp auto splits linears as the model's own plan says: colwise by output features, rowwise by input features. Sizes and "
+        "heads must be multiples of the number of ranks, and other styles of a plan (experts, sequences) are not known here.",
+    ),
+    "FA804": (
+        "Each rank gives a sign of life twice a second. A rank whose process is gone is noticed within 6 s; one that others wait "
+        "for and that comes to no new place, within 20 s. The other ranks then end too, with the name of that rank.",
+    ),
     "FA505": ("A run is only overwritten with --force; without -o every run gets its own directory.",),
     "FA601": (
         "A chain becomes a kernel by turning each op into an expression. One of its ops has no such rule: it draws "

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from fusion_advisor.cli.common import core, gates, run_dir
+from fusion_advisor.cli.common import core, gates, ranks, run_dir
 from fusion_advisor.cli.common.console import Settings, open_page, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, MachineTooBusy, NothingReplaced, NumericsFailed
@@ -72,8 +72,10 @@ def output_of(
 def run_profile(settings: Settings, request: Any, options: ProfileOptions, output: Output) -> None:
     """Profile a workload and show what was found."""
 
-    def work(loaded: core.Loaded, full: ProfileOptions, progress: TerminalProgress) -> Report:
-        if loaded.record.phase == "generate":
+    def work(loaded: core.Loaded, full: ProfileOptions, progress: TerminalProgress, group: Any) -> Report:
+        if group is not None:
+            report, capture = core.profile_on_ranks(group, loaded, full, progress)
+        elif loaded.record.phase == "generate":
             (report, capture), (part, part_capture) = core.profile_generate(loaded, full, progress)
             _write_part(full, "prefill", part, part_capture, output)
         elif loaded.record.phase == "train":
@@ -99,12 +101,15 @@ def run_apply(
     if request.phase == "train":
         check_training_options(options)
 
-    def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress) -> Report:
+    def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress, group: Any) -> Report:
         def save(report: Report) -> None:
             if full.run_dir is not None:
                 write_atomic(full.run_dir / "report.json", dump_report(report))
 
-        applied = core.apply_workload(loaded, full, progress, save)
+        if group is None:
+            applied = core.apply_workload(loaded, full, progress, save)
+        else:
+            applied = core.apply_on_ranks(group, loaded, full, progress, save)
         try:
             if full.run_dir is not None:
                 write_capture(applied.capture, full.run_dir / "capture.json.gz")
@@ -158,23 +163,24 @@ def _run(
     request: Any,
     options: OptionsT,
     output: Output,
-    work: Callable[[core.Loaded, OptionsT, TerminalProgress], Report],
+    work: Callable[[core.Loaded, OptionsT, TerminalProgress, Any], Report],
     judge: Callable[[Report], Report] = lambda report: report,
 ) -> tuple[Report, Path]:
     if output.directory is not None:
         run_dir.refuse_taken(output.directory, force=output.force)
-    with _kept_apart(settings), TerminalProgress(settings, is_patient=True) as progress:
+    ranks.quiet_unless_first(settings)
+    with _kept_apart(settings), TerminalProgress(settings, is_patient=True) as progress, ranks.joined(request) as group:
         if options.kernel_dirs:
             progress.phase("kernels")
             core.read_patterns(options.kernel_dirs)
         progress.phase("load")
-        loaded = core.load_workload(request)
+        loaded = ranks.placed(core.load_workload(request), group)
         for sentence in loaded.notes:
             progress.note(sentence)
         revision = loaded.record.revision
         digest = run_dir.config_hash(verb, request, options, revision)
-        run_id = run_dir.new_run_id(digest)
-        directory = run_dir.create(run_id, output.directory, force=output.force)
+        run_id, folder = ranks.folder_of(group, run_dir.new_run_id(digest), output.directory, run_dir.RUNS)
+        directory = run_dir.create(run_id, folder, force=output.force)
         settings.open_log(path_inside(directory, "log.txt"))
         write_atomic(directory / "request.json", core.dump_request(request))
         full = replace(
@@ -188,7 +194,7 @@ def _run(
             nsys = nsys_profile(on_cuda=loaded.record.device.startswith("cuda"))
             settings.err().print(f"{nsys} {full.command}", soft_wrap=True)  # one line, so that it can be copied
         try:
-            report = judge(work(loaded, full, progress))
+            report = judge(work(loaded, full, progress, group))
         except KeyboardInterrupt:
             _write_partial(directory, output)
             raise
@@ -249,6 +255,8 @@ def _show(settings: Settings, report: Report, directory: Path, output: Output, h
     from fusion_advisor.report.terminal.layout import plain
     from fusion_advisor.report.terminal.result import details, result_table, summary_line
 
+    if not ranks.is_first():
+        return
     console = settings.out()
     if output.as_json:
         write_result(dump_report(report))

@@ -6,6 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import source_of, storages, written_storages
+from fusion_advisor.capture.graph.op_classes import is_collective
 
 _WAITING = frozenset({"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
 """Ops that hand a value to the host, or whose result's size does."""
@@ -16,11 +17,16 @@ _COPYING = frozenset(
 
 
 def host_work(module: GraphModule) -> str | None:
-    """Say which op of a region makes the host take part in the step, so that no graph can hold it; None when none does."""
+    """Say which op of a region makes the host take part in the step, so that no graph can hold it; None when none does.
+
+    An op between processes counts as one: the host of each rank watches over it, and a replay on one rank alone would hang.
+    """
     for node in module.graph.nodes:
         name = _op_name(node)
         if node.op != "call_function" or name == "getitem":
             continue
+        if is_collective(str(node.target)):
+            return f"processes meet in {place_of(node)}"
         if name in _WAITING:
             return f"the host waits for a value of the device in {place_of(node)}"
         devices = {value.device.type for value in _values(node)}

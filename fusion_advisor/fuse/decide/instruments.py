@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
+from fusion_advisor.autotune.tune import Tuned
 from fusion_advisor.fuse.decide.graph_diff_cost import change_alone, saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import Decision, decide, on_top
 from fusion_advisor.fuse.decide.quick import decide_quickly, on_top_quickly
 from fusion_advisor.fuse.decide.step_profile import rested_walls, walls
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.plan.options import Effort
-from fusion_advisor.records import Timing
+from fusion_advisor.records import Capture, Timing
 from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.interleaving import Difference, compare_alone
 from fusion_advisor.workload.device import memory_bytes
+
+T = TypeVar("T")
+
+
+def as_it_is(value: T) -> T:
+    """Return what is given: one process has nobody to agree with."""
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +42,10 @@ class Instruments:
         walls: times ways to call the model against each other.
         rested_walls: times them one by one on a device that has rested.
         memory_bytes: tells how much memory of a device is free, and how much there is.
+        settled_capture: given the capture that was made, returns the one that a plan follows from.
+        tune: chooses a kernel's launch parameters; None: this process by itself.
+        worst: given what is wrong with a kernel, or an empty text, returns what counts.
+        rest: idle time ahead of each timed run of a step, as a multiple of the run before it; None: found out.
     """
 
     timer: HostTimer | None = None
@@ -44,6 +57,10 @@ class Instruments:
     walls: Callable[..., list[Timing]] = walls
     rested_walls: Callable[..., list[Timing]] = rested_walls
     memory_bytes: Callable[[torch.device], tuple[int, int]] = memory_bytes
+    settled_capture: Callable[[Capture], Capture] = as_it_is
+    tune: Callable[..., Tuned] | None = None
+    worst: Callable[[str], str] = as_it_is
+    rest: float | None = None
 
     def with_effort(self, effort: Effort) -> Instruments:
         """Return the same with the keep rule of an effort; a rule that is not our own stays.

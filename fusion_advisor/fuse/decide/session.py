@@ -16,7 +16,7 @@ from fusion_advisor.codegen.common.interface import BuiltKernel
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call, rewrite_region
-from fusion_advisor.records import OpNode, RenderedKernel
+from fusion_advisor.records import OpClass, OpNode, RenderedKernel
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
 from fusion_advisor.verify.subgraph_oracle import Observer, OriginalChain, original_chain
 
@@ -58,11 +58,11 @@ class Bench:
         rest: idle time ahead of each timed run of a step, as a multiple of the run before it; None until a step was looked at.
     """
 
-    def __init__(self, live: LiveCapture, *, on_cuda: bool, timer: HostTimer | None = None) -> None:
+    def __init__(self, live: LiveCapture, *, on_cuda: bool, timer: HostTimer | None = None, rest: float | None = None) -> None:
         self.live = live
         self.on_cuda = on_cuda
         self.timer = timer or step_timer(on_cuda=on_cuda)
-        self.rest: float | None = None
+        self.rest = rest
         self.ops: list[OpNode] = []
         self.index_of: list[dict[Node, int]] = []
         for region in live.regions:
@@ -71,6 +71,11 @@ class Bench:
             self.index_of.append(index_of)
         self.values: dict[int, torch.Tensor] = {}
         self.surprises: dict[int, str] = {}
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no op of the step is between processes: a step that meets others is launched op by op when it is timed."""
+        return all(op.op_class is not OpClass.COLLECTIVE for op in self.ops)
 
     def observe(self, fusions: Sequence[PlannedFusion], also: Collection[int] = ()) -> None:
         """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites.

@@ -61,7 +61,7 @@ class StepRunner:
         self.rewind = bench.live.written.rewind
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
         self.timer = bench.timer
-        self.method = "cuda_graph" if bench.on_cuda else bench.timer.method
+        self.method = ("cuda_graph" if bench.is_alone else "cuda_events") if bench.on_cuda else bench.timer.method
         self._memsets = Memsets()
 
     def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:

@@ -13,7 +13,7 @@ import torch
 
 from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.autotune.cache import TuningStore
-from fusion_advisor.autotune.tune import best_tuning
+from fusion_advisor.autotune.tune import Tuned, best_tuning
 from fusion_advisor.capture.graph.fx_nodes import source_path
 from fusion_advisor.capture.unchanged_step import named_range
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher
@@ -25,10 +25,11 @@ from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
-from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, TensorMeta, Timing, Tolerance
+from fusion_advisor.records import Fusion, Numerics, Receipt, RenderedKernel, Status, TensorMeta, Timing, Tolerance
 from fusion_advisor.timing.interleaving import compare_alone
 from fusion_advisor.timing.kernel_timer import cache_bytes
 from fusion_advisor.verify import check_chain
+from fusion_advisor.verify.subgraph_oracle import OriginalChain
 
 _SOURCE_CONTEXT = 3
 _TIMED_AGAIN = 3
@@ -57,6 +58,8 @@ def try_fusion(
     is_timed: bool = True,
     log: Callable[[str], None] = lambda _: None,
     compare: Callable[..., tuple[Timing, Timing]] = compare_alone,
+    tune: Callable[..., Tuned] | None = None,
+    worst: Callable[[str], str] = str,
     ahead: BuildAhead | None = None,
 ) -> Trial:
     """Render, build, check and time one fusion.
@@ -73,13 +76,14 @@ def try_fusion(
         is_timed: time it too; a saved plan was timed when it was made.
         log: gets a compiler's full words.
         compare: times the original ops against the kernel.
+        tune: chooses launch parameters; None: :func:`best_tuning`.
+        worst: given what is wrong with the kernel, or an empty text, returns what counts.
         ahead: compiles kernels, and is waited for.
     """
     base = untried(planned)
     chain, roots = bench.first_site(planned)
     try:
-        layouts = _operand_layouts(bench, planned, roots, chain.in_place)
-        made = _made(planned, roots[0].device, layouts, backend, kernel_dir, fast_math=fast_math, log=log, ahead=ahead)
+        made = _made(bench, planned, chain, roots, backend, kernel_dir, fast_math=fast_math, log=log, tune=tune, ahead=ahead)
         base = replace(base, rendered=(made.kernel,))
         inputs, name, launch = [check_chain.layout_of(root) for root in roots], made.kernel.name, made.launch
         outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
@@ -90,13 +94,10 @@ def try_fusion(
             numerics = check_chain.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math, tolerance=tolerance)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
-        return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
-    if planned.program.is_exact and not numerics.is_bit_equal:
-        numerics = replace(numerics, differs_by=why_bits_differ(planned.program))
-    base = replace(base, numerics=numerics)
-    if not numerics.is_passed:
-        wrong = replace(base, status=Status.WRONG_NUMBERS, reason=check_chain.why_wrong(numerics, tolerance))
-        return Trial(fusion=wrong, built=None)
+        return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=worst(str(failure))), built=None)
+    base = replace(base, numerics=_with_reason(numerics, planned))
+    if problem := worst("" if numerics.is_passed else check_chain.why_wrong(numerics, tolerance)):
+        return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=problem), built=None)
     if is_timed:
         with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
             pair = functools.partial(compare, lambda: chain.run(roots), lambda: call(*roots), timer=bench.timer)
@@ -125,6 +126,13 @@ def untried(planned: PlannedFusion) -> Fusion:
     )
 
 
+def _with_reason(numerics: Numerics, planned: PlannedFusion) -> Numerics:
+    """Add why the bits of an exact program differ, where they do."""
+    if not planned.program.is_exact or numerics.is_bit_equal:
+        return numerics
+    return replace(numerics, differs_by=why_bits_differ(planned.program))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
     kernel: RenderedKernel
@@ -143,23 +151,33 @@ def _installed(bench: Bench, planned: PlannedFusion, made: _Made, base: Fusion) 
 
 
 def _made(
+    bench: Bench,
     planned: PlannedFusion,
-    device: torch.device,
-    layouts: Sequence[TensorMeta | None],
+    chain: OriginalChain,
+    roots: Sequence[torch.Tensor],
     backend: str,
     kernel_dir: Path,
     *,
     fast_math: bool,
     log: Callable[[str], None],
+    tune: Callable[..., Tuned] | None,
     ahead: BuildAhead | None,
 ) -> _Made:
     """Tune, render and build a fusion's kernel."""
     maker = backend_named(backend)
     store = TuningStore(warn=log)
-    tuned = best_tuning(
-        planned.program, planned.tunables, backend, device, header=planned.header, fast_math=fast_math, store=store, ahead=ahead
+    tuned = (tune or best_tuning)(
+        planned.program,
+        planned.tunables,
+        backend,
+        roots[0].device,
+        header=planned.header,
+        fast_math=fast_math,
+        store=store,
+        ahead=ahead,
     )
     rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
+    layouts = _operand_layouts(bench, planned, roots, chain.in_place)
     rendered = with_launcher(rendered, planned.program, tensors=layouts, fast_math=fast_math)
     path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
     started = time.perf_counter_ns()

@@ -97,6 +97,8 @@ def _trials(
             is_timed=options.is_timed and not options.dry_run,
             log=progress.note,
             compare=instruments.compare_alone,
+            tune=instruments.tune,
+            worst=instruments.worst,
             ahead=ahead,
         )
         for backend in backends

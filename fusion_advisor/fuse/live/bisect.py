@@ -16,7 +16,7 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.passes.registry import kept_passes
-from fusion_advisor.records import Report, Status, Tolerance
+from fusion_advisor.records import ModelCheck, Report, Status, Tolerance
 from fusion_advisor.workload.load import LoadedWorkload
 
 T = TypeVar("T")
@@ -73,6 +73,7 @@ def guilty_in(
     eager: Callable[[], Any],
     *,
     tolerance: Tolerance | None,
+    check_model: Callable[..., ModelCheck] = check_whole_model,
 ) -> list[Suspect] | None:
     """Return the rewrites without which the whole model's numbers pass; None where they fail without any.
 
@@ -82,6 +83,7 @@ def guilty_in(
         suspects: all that was kept, in order.
         eager: the original call.
         tolerance: the user's limit instead of eager's own error.
+        check_model: compares a whole model's numbers.
     """
 
     def passes(chosen: Sequence[Suspect]) -> bool:
@@ -92,7 +94,7 @@ def guilty_in(
         )
         model = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs)
         with torch.no_grad():
-            check = check_whole_model(
+            check = check_model(
                 loaded, eager, lambda: model.dispatch(*loaded.args, **loaded.kwargs), bench.live.written, tolerance=tolerance
             )
         return check.is_passed

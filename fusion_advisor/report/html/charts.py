@@ -29,6 +29,7 @@ COLOURS = {
     "pointwise": "#c22927",
     "reduction": "#d47d00",
     "memory": "#706062",
+    "collective": "#b0519a",
     "fused": "#08a962",
     "other": "#7d8590",
 }

@@ -41,6 +41,7 @@ from fusion_advisor.report.html.launch_gaps import bin_names, gap_rows, histogra
 from fusion_advisor.report.html.roofline import roofline
 from fusion_advisor.report.html.speed_chart import speed_charts
 from fusion_advisor.report.html.waterfall import waterfall
+from fusion_advisor.report.ranks.rows import ranks_view
 from fusion_advisor.report.shapes.view import sizes_view
 from fusion_advisor.report.training import rows as training
 
@@ -175,6 +176,7 @@ def _tables(report: Report, top_kernels: int) -> dict[str, object]:
         "kernels_left": kernels_left,
         "kernels_left_ns": kernels_left_ns,
         "sizes": sizes_view(report.shapes) if report.shapes else None,
+        "ranks": ranks_view(report.ranks),
         "environment_rows": background_rows.environment_rows(report),
         "glossary": background_rows.GLOSSARY,
         "max_sites": MAX_SITES,

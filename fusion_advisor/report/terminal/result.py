@@ -14,6 +14,7 @@ from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline, kept_count
 from fusion_advisor.report.terminal.compare import gate_lines
 from fusion_advisor.report.terminal.layout import TONES, Column, fitted_table, is_ascii, text_line
+from fusion_advisor.report.terminal.ranks import rank_lines
 from fusion_advisor.report.terminal.sizes import size_lines
 from fusion_advisor.report.training import rows as training
 
@@ -34,7 +35,7 @@ def profile_table(report: Report, console: Console) -> RenderableType:
     lines.append(text_line(headline(report).text, console))
     if "Save" in table.plain.partition("\n")[0]:  # a narrow terminal drops the column
         lines.append(text_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
-    return Group(*lines, *_launches(report, console), *_findings(report, console))
+    return Group(*lines, *rank_lines(report.ranks, console), *_launches(report, console), *_findings(report, console))
 
 
 def _training(report: Report, parts: Training, console: Console) -> list[RenderableType]:
@@ -72,7 +73,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         lines += [fitted_table(_fusion_columns(report), console), Text("")]
     else:
         lines.append(text_line("No rewrite was tried: no chain had a kernel.", console))
-    lines += [*size_lines(report.shapes, console), *_baselines(report, console)]
+    lines += [*size_lines(report.shapes, console), *rank_lines(report.ranks, console), *_baselines(report, console)]
     details = (
         waterfall_rows.sum_line(report),
         shared_rows.launch_line(report),

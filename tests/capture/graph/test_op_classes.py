@@ -13,7 +13,8 @@ from fusion_advisor.records import OpClass
     [
         ("aten.mul.Tensor", "mul"), ("aten::mul_", "mul"), ("mul", "mul"), ("aten.__and__.Tensor", "__and__"),
         ("aten::copy_", "copy_"), ("aten::index_copy_", "index_copy_"), ("aten._softmax.default", "_softmax"),
-        ("aten.relu_.default", "relu"),
+        ("aten.relu_.default", "relu"), ("_c10d_functional.all_reduce.default", "_c10d_functional.all_reduce"),
+        ("_c10d_functional::all_reduce_", "_c10d_functional.all_reduce_"), ("c10d::barrier", "c10d.barrier"),
     ],
 )  # fmt: skip
 def test_base_name(target, name):
@@ -29,6 +30,8 @@ def test_base_name(target, name):
         ("scaled_dot_product_attention", "attention"), ("_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("_efficient_attention_forward", "attention"), ("view", "view"), ("getitem", "view"), ("slice", "view"),
         ("cat", "memory"), ("embedding", "memory"), ("copy_", "memory"), ("index_copy_", "memory"),
+        ("_c10d_functional.all_reduce", "collective"), ("_c10d_functional.wait_tensor", "collective"),
+        ("c10d.allgather_", "collective"), ("gloo:all_reduce", "collective"), ("all_reduce", "other"),
         ("fft_fft", "other"), ("no_such_op", "other"),
     ],
 )  # fmt: skip

@@ -46,7 +46,7 @@ def work_of(recorder):
         ("", POINTWISE, ("tanh", "pointwise", True)),
         ("", "triton_poi_fused_add_gelu_3", ("fused_add_gelu", "pointwise", True)),
         ("", "triton_red_fused_mean_12", ("fused_mean", "reduction", True)),
-        ("", "ncclDevKernel_AllReduce_Sum_bf16", ("ncclDevKernel_AllReduce_Sum_bf16", "other", False)),
+        ("", "ncclDevKernel_AllReduce_Sum_bf16", ("ncclDevKernel_AllReduce_Sum_bf16", "collective", False)),
     ],
 )  # fmt: skip
 def test_what_a_kernel_is_called_and_whether_a_chain_may_hold_it(op, kernel, expected):

@@ -1,0 +1,184 @@
+"""What measures and decides on several ranks: every rank sees the same numbers, and so comes to the same verdicts.
+
+A run's loops end by times, its plan follows from a trace, and its kernels from times of their own. A time that differed between
+ranks would send them different ways, and the next collective would wait for good. So each reading is the slowest rank's, the
+trace and the launch configurations are rank 0's, and a kernel that fails on one rank is out on all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_advisor.autotune.tune import Tuned, best_tuning
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.fuse.decide.instruments import Instruments
+from fusion_advisor.fuse.decide.step_profile import walls
+from fusion_advisor.fuse.installed import LastStage
+from fusion_advisor.fuse.live.model_check import check_whole_model
+from fusion_advisor.ranks.group import Ranks
+from fusion_advisor.ranks.split import between_ranks, without_waiting
+from fusion_advisor.records import Capture, Launch, ModelCheck, OpNode, Timing
+from fusion_advisor.timing.clock_sampler import Gauge, Watch
+from fusion_advisor.timing.host_timer import HostTimer, step_timer
+from fusion_advisor.workload.device import memory_bytes
+
+
+class AgreedTimer:
+    """A timer whose readings are equal on all ranks.
+
+    Attributes:
+        method: of the timings.
+
+    Args:
+        own: times calls on this rank.
+        ranks: of the run.
+    """
+
+    def __init__(self, own: HostTimer, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+        self.method = own.method
+
+    def time_ns(self, call: Callable[[], object]) -> int:
+        """Run a call once and return the slowest rank's nanoseconds."""
+        return self.agreed_ns(self._own.time_ns(call))
+
+    def agreed_ns(self, own_ns: int) -> int:
+        """Return the slowest rank's nanoseconds for what each rank has timed."""
+        return int(max(self._ranks.gather("timed run", own_ns)))
+
+    def seconds(self) -> float:
+        """Return rank 0's seconds."""
+        return float(self._ranks.first("elapsed time", self._own.seconds()))
+
+    def rest(self, for_ns: int) -> object:
+        """Let the device be idle."""
+        return self._own.rest(for_ns)
+
+
+def instruments_of(ranks: Ranks, *, on_cuda: bool, on_capture: Callable[[Capture], object]) -> Instruments:
+    """Return what measures and decides, with answers that are equal on all ranks.
+
+    Args:
+        ranks: of the run.
+        on_cuda: whether they have GPUs.
+        on_capture: gets this rank's own capture.
+    """
+    timer = AgreedTimer(step_timer(on_cuda=on_cuda), ranks)
+
+    def free(device: torch.device) -> tuple[int, int]:
+        told = ranks.gather("memory", memory_bytes(device))
+        return min(one for one, _ in told), min(one for _, one in told)
+
+    def settled(capture: Capture) -> Capture:
+        on_capture(capture)
+        return agreed_capture(ranks, capture)
+
+    return Instruments(
+        timer=timer,
+        walls=_walls(timer),
+        rested_walls=no_rested_walls,
+        memory_bytes=free,
+        settled_capture=settled,
+        tune=functools.partial(agreed_tuning, ranks),
+        worst=functools.partial(worst_problem, ranks),
+        rest=0.0,
+    )
+
+
+def _walls(timer: HostTimer) -> Callable[..., list[Timing]]:
+    """Return what times ways to call the model; the power limit is not looked for, as each rank has a GPU of its own."""
+    return functools.partial(walls, timer=timer, gauge=Gauge(watching=lambda **_: nullcontext(Watch(None)), wait=_wait))
+
+
+def _wait() -> None:
+    torch.cuda.synchronize()
+
+
+def no_rested_walls(calls: Any, **_: object) -> list[Any]:
+    """Return no timings after rests: these follow from a GPU's power limit, which each rank has for itself."""
+    return [None for _ in calls]
+
+
+def agreed_capture(ranks: Ranks, own: Capture) -> Capture:
+    """Return a rank's capture with rank 0's times, from which all plans follow.
+
+    Args:
+        ranks: of the run.
+        own: this rank's.
+
+    Raises:
+        RanksDiffer: the ranks captured different graphs.
+    """
+    ranks.agree("the captured graph", "\n".join(map(op_line, own.ops)))
+    told = ranks.gather("times between ranks", [_between_ns(own.launches), _between_ns(own.eager_launches)])
+    mine = {
+        "launches": own.launches, "eager_launches": own.eager_launches, "eager_step": own.eager_step, "bandwidth": own.bandwidth,
+        "quality": own.quality,
+    }  # fmt: skip
+    first = ranks.first("times of the captured step", mine)
+    for number, name in enumerate(("launches", "eager_launches")):
+        first[name] = without_waiting(first[name], [each[number] for each in told])
+    return replace(own, **first)
+
+
+def _between_ns(launches: Sequence[Launch]) -> tuple[int, ...]:
+    return tuple(one.duration_ns for one in between_ranks(launches))
+
+
+def op_line(op: OpNode) -> str:
+    """Return an op in one line: what it computes, of what, in which layout."""
+    outputs = [(meta.shape, meta.stride, meta.dtype) for meta in op.outputs]
+    return f"{op.index} {op.target} {op.args} {op.kwargs} {outputs} {op.mutates}"
+
+
+def agreed_tuning(ranks: Ranks, *args: Any, **kwargs: Any) -> Tuned:
+    """Choose launch parameters on each rank at the same time, and take rank 0's.
+
+    Args:
+        ranks: of the run.
+        args: of :func:`best_tuning`.
+        kwargs: of the same.
+    """
+    try:
+        own: Tuned | KernelBuildFailed = best_tuning(*args, **kwargs)
+    except KernelBuildFailed as error:
+        own = error
+    chosen: Tuned | KernelBuildFailed = ranks.first("launch parameters", own)
+    if isinstance(chosen, KernelBuildFailed):
+        raise chosen
+    return chosen
+
+
+def worst_problem(ranks: Ranks, own: str) -> str:
+    """Return the first problem that any rank has with a kernel; empty where none has one.
+
+    Args:
+        ranks: of the run.
+        own: this rank's; empty where it has none.
+    """
+    for rank, problem in enumerate(ranks.gather("a kernel's check", own)):
+        if problem:
+            return problem if rank == ranks.rank else f"rank {rank}: {problem}"
+    return ""
+
+
+def last_stage(ranks: Ranks) -> LastStage:
+    """Return what checks the fused model: it passes where it passes on all ranks, and no CUDA graph is recorded.
+
+    Args:
+        ranks: of the run.
+    """
+
+    def check(*args: Any, **kwargs: Any) -> ModelCheck:
+        own = check_whole_model(*args, **kwargs)
+        told: list[ModelCheck] = ranks.gather("the whole model's check", own)
+        return next((one for one in told if not one.is_passed), own)
+
+    return LastStage(check_model=check, check_part=check, graph_recorder=lambda _: None)

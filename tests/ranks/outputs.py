@@ -1,0 +1,59 @@
+"""Run by ``test_torchrun.py`` in each of two processes: outputs of split and fused models beside one process's in fp64."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.ranks.group import join
+from fusion_advisor.ranks.run import apply_on_ranks, placed
+from fusion_advisor.workload.load import describe_live
+from fusion_advisor.workload.request import WorkloadRequest
+from tests.ranks import models
+
+OPTIONS = ApplyOptions(effort="quick", keep="verified", runs=3, steps=1, warmup=1)
+
+
+def applied(ranks, model, kwargs, tp):
+    """Apply to this rank's part of a model; returns it, and how many kernels of ours a call launches."""
+    loaded = describe_live(model, (), kwargs)
+    request = WorkloadRequest(model_id="tiny", device="cpu", tp=tp)
+    loaded = placed(replace(loaded, request=request), ranks)
+    run = apply_on_ranks(ranks, loaded, OPTIONS, Progress(), lambda _: None)
+    return run.fused
+
+
+def error_of(fused, kwargs, whole):
+    """The relative L2 error of the logits against the whole model in fp64."""
+    with torch.no_grad():
+        truth = copy.deepcopy(whole).double()(**kwargs).logits
+        ours = fused(**kwargs).logits.double()
+    return float((ours - truth).norm() / truth.norm())
+
+
+def main():
+    """Print a line for each model."""
+    ranks = join()
+    for name, tp in (("llama", "auto"), ("qwen2", "auto"), ("ddp", None)):
+        model, kwargs = models.tiny_qwen2() if name == "qwen2" else models.tiny_llama()
+        whole = copy.deepcopy(model)
+        fused = applied(ranks, model, kwargs, tp)
+        called = DistributedDataParallel(model) if name == "ddp" else model
+        error = error_of(called, kwargs, whole)
+        sys.stdout.write(f"RESULT {name} {ranks.rank} {fused.launches} {error:.3e}\n")
+    sys.stdout.flush()
+    dist.barrier()
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

@@ -1,0 +1,61 @@
+"""Values that ranks exchange, and runs that end when they differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_advisor.errors import NotUnderTorchrun, RankFailed, RanksDiffer
+from fusion_advisor.ranks.group import join
+from tests.ranks.two import both
+
+
+def test_every_rank_gets_the_values_of_all_in_their_order():
+    found = both(lambda ranks: [ranks.gather("a", (ranks.rank, number)) for number in range(5)])
+    assert found[0] == found[1] == [[(0, number), (1, number)] for number in range(5)]
+
+
+def test_rank_0_decides_alone_where_it_is_asked_to():
+    assert both(lambda ranks: ranks.first("a", ranks.rank + 7)) == [7, 7]
+
+
+def test_texts_must_be_equal():
+    assert both(lambda ranks: ranks.agree("versions", "torch 2")) == [None, None]
+    found = both(lambda ranks: ranks.agree("versions", f"torch {ranks.rank}"))
+    assert all(isinstance(one, RanksDiffer) for one in found)
+    assert "rank 1 differs from rank 0 in versions: `torch 1`, not `torch 0`" in str(found[0])
+    assert isinstance(both(lambda ranks: ranks.agree("the graph", f"{ranks.rank}" * 500))[0], RanksDiffer)
+
+
+def test_ranks_that_do_different_things_are_found_out():
+    found = both(lambda ranks: ranks.gather("timed run" if ranks.rank else "memory", 1))
+    assert all(isinstance(one, RanksDiffer) for one in found)
+
+
+def test_an_error_of_one_rank_ends_the_other_with_its_reason():
+    def work(ranks):
+        if ranks.rank:
+            raise ValueError("no such head")
+        while ranks.watchdog.look() is None:
+            pass
+        ranks.gather("a", 1)
+
+    first, second = both(work)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, RankFailed) and "rank 1 ended the run: ValueError: no such head" in str(first)
+
+
+def test_a_broken_collective_is_blamed_on_the_rank_that_broke_it():
+    def work(ranks):
+        if ranks.rank:
+            raise ValueError("no such head")
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+
+    first, second = both(work)
+    assert isinstance(second, ValueError) and isinstance(first, RankFailed) and "no such head" in str(first)
+
+
+def test_an_environment_without_ranks_is_a_usage_error():
+    with pytest.raises(NotUnderTorchrun, match="no RANK"):
+        join({})
+    with pytest.raises(NotUnderTorchrun, match="no MASTER_PORT"):
+        join({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"})

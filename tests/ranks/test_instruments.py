@@ -1,0 +1,65 @@
+"""Every rank sees the same numbers: the slowest rank's times, rank 0's launch parameters, a failed kernel's reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusion_advisor.errors import RanksDiffer
+from fusion_advisor.ranks.instruments import AgreedTimer, agreed_capture, instruments_of, worst_problem
+from fusion_advisor.ranks.run import plan_text
+from tests.ranks.two import both
+from tests.report.fixtures import applied
+from tests.timing.planted import PlantedTimer
+from tests.tiny import profiled
+
+
+def test_a_time_is_the_slowest_ranks_and_the_budget_is_rank_0s():
+    def work(ranks):
+        own = PlantedTimer()
+        timer = AgreedTimer(own, ranks)
+
+        def call():
+            own.now_ns += 1000 * (ranks.rank + 1)
+
+        return [timer.time_ns(call), timer.seconds(), timer.agreed_ns(5 - ranks.rank)]
+
+    first, second = both(work)
+    assert first == second == [2000, 1e-6, 5]
+
+
+def test_a_kernel_that_fails_on_one_rank_is_out_on_all():
+    found = both(lambda ranks: worst_problem(ranks, "error 3e-2" if ranks.rank else ""))
+    assert found == ["rank 1: error 3e-2", "error 3e-2"]
+    assert both(lambda ranks: worst_problem(ranks, "")) == ["", ""]
+
+
+def test_plans_follow_from_rank_0s_trace():
+    _, capture, _ = profiled("toy")
+    seen = []
+
+    def work(ranks):
+        slower = replace(capture, launches=tuple(replace(one, duration_ns=one.duration_ns * 3) for one in capture.launches))
+        instruments = instruments_of(ranks, on_cuda=False, on_capture=seen.append)
+        return instruments.settled_capture(slower if ranks.rank else capture)
+
+    first, second = both(work)
+    assert first == second == capture
+    assert sorted(sum(one.duration_ns for one in own.launches) for own in seen)[1] == 3 * sum(
+        one.duration_ns for one in capture.launches
+    )
+
+
+def test_ranks_with_other_graphs_are_refused():
+    _, capture, _ = profiled("toy")
+    other = replace(capture, ops=(*capture.ops[:-1], replace(capture.ops[-1], target="aten.other")))
+    found = both(lambda ranks: agreed_capture(ranks, other if ranks.rank else capture))
+    assert all(isinstance(one, RanksDiffer) and one.facts["what"] == "the captured graph" for one in found)
+
+
+def test_a_plan_is_its_rewrites_verdicts_and_kernels():
+    report = applied()
+    fusion = next(one for one in report.fusions if one.rendered)
+    kernel = replace(fusion.rendered[0], source=fusion.rendered[0].source + "\n")
+    changed = replace(report, fusions=tuple(replace(one, rendered=(kernel,)) if one is fusion else one for one in report.fusions))
+    assert plan_text(report) == plan_text(replace(report, run_id="other"))
+    assert plan_text(report) != plan_text(changed)
