@@ -18,6 +18,7 @@ import torch
 
 from fusion_advisor.capture.graph import fx_nodes, op_records, tracer
 from fusion_advisor.capture.layout_trial import SecondLook, drop_layouts, settle_layouts
+from fusion_advisor.capture.loops.one_op import fold_loops
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.capture.unchanged_step import Measurement, UnchangedStep
@@ -86,6 +87,9 @@ def profile_model(
     eager = functools.partial(module_call.original_call(model), *args, **kwargs)
     with torch.no_grad():
         live = tracer.capture_regions(model, args, kwargs, model_id=workload.model_id)
+        loops = fold_loops(live)
+        if loops:
+            note(f"{loops} unrolled {'loop' if loops == 1 else 'loops'} over time, left as one op each")
         step = UnchangedStep(title="eager step", call=eager, model=model, on_cuda=on_cuda, rewind=live.written.rewind)
         timed = step.time(how, timer)
         note(f"eager step {timed.timing.median_ns / 1e6:.2f} ms over {timed.runs} runs")

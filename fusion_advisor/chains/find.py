@@ -30,6 +30,12 @@ from fusion_advisor.chains.group import Group, HasKernel, Judge, Verdict
 from fusion_advisor.chains.op_inputs import depends_on_inputs, inputs_of, is_candidate, references, relaid_norm, writes_by_number
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref
 
+MOST_MEMBERS = 96
+"""A group is lowered again for each op that joins it, so the time to find an unbounded one grows with the square of its size.
+
+The largest chain in the committed reports has 14 members, views included. A loop of 64 steps made a group of 262, in 45 s.
+"""
+
 
 def find_groups(
     ops: Sequence[OpNode], judge: Judge, has_kernel: HasKernel | None = None, is_left_out: HasKernel | None = None
@@ -282,7 +288,7 @@ class _Finder:
         if mine is theirs or not self.verdict_of[theirs][1].is_fusible:
             return
         merged = mine | theirs | glue
-        if merged in self.refused or not self._is_convex(merged):
+        if len(merged) > MOST_MEMBERS or merged in self.refused or not self._is_convex(merged):
             return
         judged = self._judge(merged)
         if judged[1].is_fusible and self._is_in_order(merged):

@@ -19,7 +19,7 @@ from fusion_advisor.fuse.decide.step_profile import attention_of
 from fusion_advisor.fuse.passes.attention import mask_meanings
 from fusion_advisor.fuse.plan.plan import Plan
 from fusion_advisor.records import Arg, Capture, Chain, Finding, Match, OpClass, OpNode, Ref
-from fusion_advisor.records.op_facts import item_bytes, overload_free
+from fusion_advisor.records.op_facts import LOOP_PREFIX, item_bytes, overload_free
 from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE
 
 MIN_SHARE = 0.005
@@ -73,6 +73,7 @@ def find_findings(capture: Capture, plan: Plan, settings: TorchSettings, masks: 
         *_built_ins(seen, plan),
         *_cudnn_benchmark(capture, seen, settings),
         *_upcasts(seen),
+        *_unrolled_loops(capture, seen),
     ]
     listed = sorted((one for one in found if one.share >= MIN_SHARE), key=lambda one: -one.gain_ns)
     return tuple(replace(one, id=f"N{number}") for number, one in enumerate(listed, start=1))
@@ -303,6 +304,22 @@ def _upcasts(seen: _Seen) -> Iterator[Finding]:
             "an op that widens in registers: torch.nn.functional.rms_norm, softmax(x, dim, dtype=torch.float32)",
             seen.time([*up, *down]),
         )
+
+
+def _unrolled_loops(capture: Capture, seen: _Seen) -> Iterator[Finding]:
+    loops = [op for op in seen.ops if op.target.startswith(LOOP_PREFIX)]
+    if not loops:
+        return
+    mine = {op.index for op in loops}
+    launches = sum(launch.op_index in mine for launch in capture.launches)
+    steps = sorted({int(op.target.removeprefix(LOOP_PREFIX).partition("_")[0]) for op in loops})
+    yield seen.finding(
+        f"a loop of Python over {' or '.join(map(str, steps))} steps computes a linear recurrence",
+        f"{launches} kernels at {len(loops)} {'site' if len(loops) == 1 else 'sites'}, the first at "
+        f"{loops[0].source_file}:{loops[0].source_line}, take {_share(seen.time(loops), seen)} of device time; left as they are",
+        "one scan kernel (mamba-ssm's selective_scan_fn), which keeps the state in registers",
+        seen.above_floor(loops),
+    )
 
 
 def _is_cast(op: OpNode) -> bool:

@@ -30,6 +30,9 @@ PRODUCT_OPERANDS: Mapping[str, tuple[int, ...]] = {"linear": (0, 1, 2), "mm": (0
 PRODUCTS: Mapping[str, int] = {name: places[0] for name, places in PRODUCT_OPERANDS.items()}
 """The position of the matrix whose rows are the result's."""
 
+LOOP_PREFIX = "unrolled_loop_of_"
+"""How the name of an op begins that stands for a loop of Python's; the number of steps follows."""
+
 PLAIN_VIEWS = ("view", "reshape", "_unsafe_view")
 """Views that only regroup dims."""
 

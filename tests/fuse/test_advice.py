@@ -145,6 +145,26 @@ def found_in(model, *inputs, settings=ALL_ON, **environment):
     return find_findings(capture, plan, settings, evaluated_masks(live))
 
 
+def scan_of(steps):
+    class Scan(torch.nn.Module):
+        def forward(self, decay, x):
+            state, rows = torch.zeros_like(x[:, 0]), []
+            for step in range(steps):
+                state = decay[:, step] * state + x[:, step]
+                rows.append(state.sum(-1))
+            return torch.stack(rows, 1)
+
+    return Scan()
+
+
+def test_an_unrolled_recurrence_is_named_with_its_steps_and_its_share():
+    inputs = [torch.rand(2, 48, 512, 16) for _ in range(2)]
+    (found,) = titled(found_in(scan_of(48), *inputs), "recurrence")
+    assert "48 steps" in found.title and "at 1 site" in found.reason and "test_advice.py:" in found.reason
+    assert 0 < found.share <= 1 and not found.is_measured
+    assert not titled(found_in(scan_of(47), *(one[:, :47] for one in inputs)), "recurrence")
+
+
 class Convolution(torch.nn.Module):
     def __init__(self):
         super().__init__()

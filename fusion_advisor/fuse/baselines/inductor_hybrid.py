@@ -84,7 +84,7 @@ def _opaque(
             continue
         if original.op != "call_function" or not _is_ours(original):
             continue
-        if "fusion_id" in original.meta:
+        if "results" in original.meta:  # a fused call, or a loop that Inductor would unroll
             if original.meta.get("written"):
                 raise NotAvailable(f"`{original.name}` writes into a cache, which Inductor does not know")
             _call_op(graph, original, node, library, f"{name}_{number}")

@@ -18,6 +18,7 @@ import torch
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, capture_regions
 from fusion_advisor.capture.layout_trial import drop_layouts
+from fusion_advisor.capture.loops.one_op import fold_loops
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
@@ -203,5 +204,6 @@ def _captured(loaded: LoadedWorkload, saved: SavedPlan, *, with_lines: bool) -> 
     live = capture_regions(
         loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id, with_lines=with_lines
     )  # fmt: skip
+    fold_loops(live)
     drop_layouts(live, but=saved.rewrites)
     return Bench(live, on_cuda=saved.capture.environment.device_kind == "cuda")

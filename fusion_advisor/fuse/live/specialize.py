@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import Region, capture_regions
 from fusion_advisor.capture.layout_trial import drop_layouts
+from fusion_advisor.capture.loops.one_op import fold_loops
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.chains.group import Group
 from fusion_advisor.codegen.common.interface import KernelCrashed
@@ -97,6 +98,7 @@ def specialise(
         raise CannotSpecialize(detail="this model was fused without keeping its plan")
     started = time.perf_counter()
     live = capture_regions(model, args, kwargs)
+    fold_loops(live)
     drop_layouts(live, but=plan.rewrites)
     bench = _changed(Bench(live, on_cuda=plan.on_cuda), plan)
     rows = gemm_rows(bench.ops)
