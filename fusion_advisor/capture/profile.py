@@ -64,8 +64,7 @@ def profile_model(
     """Profile one step of a model.
 
     Args:
-        model: called as ``model(*args, **kwargs)`` under ``no_grad``; its own ops, whatever ``model.compile()`` or an ``apply``
-            has put in their place.
+        model: called as ``model(*args, **kwargs)`` under ``no_grad``; its own ops, whatever ``apply`` has put in their place.
         workload: what the inputs are; goes into the record.
         environment: where this runs; goes into the record.
         bandwidth: ceilings measured on this device.
@@ -75,7 +74,7 @@ def profile_model(
         second_look: at a change of layouts that makes the unfused step slower.
 
     Returns:
-        The record, and the live graphs that ``fuse`` rewrites.
+        The record, and the live graphs.
 
     Raises:
         CannotCapture: dynamo captured nothing.
@@ -84,30 +83,29 @@ def profile_model(
     """
     on_cuda = environment.device_kind == "cuda"
     timer = timer or step_timer(on_cuda=on_cuda)
-    eager = functools.partial(module_call.original_call(model), *args, **kwargs)
+    own_call = functools.partial(module_call.original_call(model), *args, **kwargs)
     with torch.no_grad():
         live = tracer.capture_regions(model, args, kwargs, model_id=workload.model_id)
-        loops = fold_loops(live)
-        if loops:
-            note(f"{loops} unrolled {'loop' if loops == 1 else 'loops'} over time, left as one op each")
-        step = UnchangedStep(title="eager step", call=eager, model=model, on_cuda=on_cuda, rewind=live.written.rewind)
+        if loops := fold_loops(live):
+            note(f"unrolled loops over time, left as one op each: {loops}")
+        step = UnchangedStep(title="eager step", call=own_call, model=model, on_cuda=on_cuda, rewind=live.written.rewind)
         timed = step.time(how, timer)
         note(f"eager step {timed.timing.median_ns / 1e6:.2f} ms over {timed.runs} runs")
         timed.refuse_profiler()
-        _, eager_trace = step.trace(how)
-        note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
+        _, eager = step.trace(how)
+        note(f"{len(eager.launches)} kernels, {eager.calls} launches")
         live.layouts = settle_layouts(live, how.layouts, on_cuda=on_cuda, timer=timer, note=note, second_look=second_look)
-    ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=how.with_nvtx, traced_steps=how.traced_steps)
-    note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")
+    ops, captured = _trace_regions(live, on_cuda=on_cuda, with_nvtx=how.with_nvtx, traced_steps=how.traced_steps)
+    note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured.launches)} kernels")
     capture = Capture(
         workload=workload,
         environment=environment,
         ops=tuple(ops),
-        launches=captured_trace.launches,
-        eager_launches=eager_trace.launches,
+        launches=captured.launches,
+        eager_launches=eager.launches,
         eager_step=timed.timing,
         bandwidth=bandwidth,
-        quality=_quality(eager_trace, captured_trace, ops, live),
+        quality=_quality(eager, captured, ops, live),
         region_runs=live.runs_of_regions(),
     )
     return capture, live
