@@ -20,6 +20,8 @@ from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.restore_plan import Restored, put_together
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
+from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.merge_gemms import is_merged_operand
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
@@ -93,7 +95,9 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
 def _module(restored: Restored, saved: SavedPlan, ops: KernelOps) -> tuple[GraphModule, tuple[str, ...]]:
     """Build the graph with every rewrite that the package can hold; return it, and sentences about the others."""
     rows = {row.id: row for row in saved.report.rewrites}
-    left_out = [_CUDA_GRAPH] if "cuda-graph" in saved.rewrites else []
+    left_out = [_CUDA_GRAPH] if CUDA_GRAPH.id in saved.rewrites else []
+    if GEMM_EPILOGUE.id in saved.rewrites:
+        left_out.append(f"{GEMM_EPILOGUE.id} ({GEMM_EPILOGUE.title}): kernels of linear layers are not exported")
     left_out += [f"{row.id} {row.kernel}: kernels of linear layers are not exported" for row in saved.linears]
     passes: list[str] = []
     build = _builder(restored)

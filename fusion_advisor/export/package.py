@@ -72,6 +72,7 @@ def _context(printed: Printed, report: Report, name: str) -> dict[str, Any]:
         "flags": {op.file: op.rendered.flags for op in printed.ops if op.rendered.flags},
         "torch_version": machine.torch, "tool": machine.tool, "environment": machine, "workload": report.workload,
         "tolerance": "1e-5" if report.workload.dtype == "fp32" else "2e-2",
-        "rows": rows(report, printed.ops), "step": step_sentence(report), "left_out": printed.left_out,
+        "rows": [row for row in rows(report, printed.ops) if not any(f"{row.id} " in line[:40] for line in printed.left_out)],
+        "step": step_sentence(report), "left_out": printed.left_out,
         "call": call_lines(printed.tensors, printed.values), "command": report.command,
     }  # fmt: skip
