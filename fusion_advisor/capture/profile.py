@@ -97,7 +97,7 @@ def profile_model(
         live.layouts = settle_layouts(live, how.layouts, on_cuda=on_cuda, timer=timer, note=note, second_look=second_look)
     ops, captured = _trace_regions(live, on_cuda=on_cuda, with_nvtx=how.with_nvtx, traced_steps=how.traced_steps)
     note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured.launches)} kernels")
-    capture = Capture(
+    return Capture(
         workload=workload,
         environment=environment,
         ops=tuple(ops),
@@ -107,8 +107,7 @@ def profile_model(
         bandwidth=bandwidth,
         quality=_quality(eager, captured, ops, live),
         region_runs=live.runs_of_regions(),
-    )
-    return capture, live
+    ), live
 
 
 def profile_regions(live: tracer.LiveCapture, bandwidth: Bandwidth, device: torch.device) -> Capture:
