@@ -85,9 +85,7 @@ def profile_model(
     eager = functools.partial(module_call.original_call(model), *args, **kwargs)
     with torch.no_grad():
         live = tracer.capture_regions(model, args, kwargs, model_id=workload.model_id)
-        loops = fold_loops(live)
-        if loops:
-            note(f"{loops} unrolled {'loop' if loops == 1 else 'loops'} over time, left as one op each")
+        fold_loops(live, note=note)
         step = UnchangedStep(title="eager step", call=eager, model=model, on_cuda=on_cuda, rewind=live.written.rewind)
         timed = step.time(how, timer)
         note(f"eager step {timed.timing.median_ns / 1e6:.2f} ms over {timed.runs} runs")
