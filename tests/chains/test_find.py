@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_advisor.capture.graph.op_classes import class_of
-from fusion_advisor.chains.find import find_groups
+from fusion_advisor.chains.find import MOST_MEMBERS, find_groups
 from fusion_advisor.chains.group import Verdict
 from fusion_advisor.chains.op_inputs import depends_on_inputs, inputs_of, is_candidate, references
 from fusion_advisor.lowering.rules.tables import POINTWISE, SPECIAL
@@ -578,3 +578,27 @@ def test_every_op_with_a_lowering_may_stand_in_a_chain():
     for name in {*POINTWISE, *SPECIAL} - made - {"_to_copy"}:
         index = graph.add(f"aten.{name}.{'Tensor' if name == 'index' else 'default'}", class_of(name))
         assert is_candidate(graph.ops[index]), name
+
+
+def members_judged(length):
+    """Find the chains of a row of ops that read one another; return how many members were judged, and the largest chain."""
+    graph = Graph()
+    value = graph.input()
+    for _ in range(length):
+        value = graph.pointwise(value, value)
+    judged = []
+
+    def judge(members, _outputs):
+        judged.append(len(members))
+        return Verdict(is_fusible=True)
+
+    groups = find_groups(graph.ops, judge)
+    assert sum(len(group.members) for group in groups) == length
+    return sum(judged), max(len(group.members) for group in groups)
+
+
+def test_a_long_row_of_ops_costs_time_linear_in_its_length():
+    few, _ = members_judged(4 * MOST_MEMBERS)
+    many, largest = members_judged(16 * MOST_MEMBERS)
+    assert largest == MOST_MEMBERS
+    assert many < 5 * few

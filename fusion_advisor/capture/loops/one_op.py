@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,12 +54,13 @@ def _widened(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
-def fold_loops(live: LiveCapture, least_steps: int = LEAST_STEPS) -> int:
+def fold_loops(live: LiveCapture, least_steps: int = LEAST_STEPS, *, note: Callable[[str], None] = lambda _: None) -> int:
     """Replace each unrolled recurrence of a capture's graphs by one op, and return how many there were.
 
     Args:
         live: its graphs are changed.
         least_steps: shorter loops are left op by op.
+        note: called with one sentence where there are any.
     """
     count = 0
     for region in live.regions:
@@ -68,6 +70,8 @@ def fold_loops(live: LiveCapture, least_steps: int = LEAST_STEPS) -> int:
         if loops:
             region.graph.recompile()
         count += len(loops)
+    if count:
+        note(f"{count} unrolled {'loop' if count == 1 else 'loops'} over time, left as one op each")
     return count
 
 
