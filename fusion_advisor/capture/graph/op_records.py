@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from fusion_advisor.capture.graph.fx_nodes import module_path, source_of, storages, tensors_of, written_storages
-from fusion_advisor.capture.graph.op_classes import base_name, class_of, is_collective
+from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.ir.sized_int import SizedInt
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
@@ -91,7 +91,7 @@ def _describe_op(
     mutates = tuple(sorted({found for key in written for found in (owner[key], *sharers.get(key, ()))}))
     owners = [owner.get(key) for key in own_storages]
     is_alias = bool(own_storages) and all(found is not None for found in owners)
-    is_view = is_alias and not mutates and not is_collective(target)  # waiting for a collective returns its tensor
+    is_view = is_alias and not mutates
     file, line, text = source_of(node)
     return OpNode(
         index=index,
