@@ -33,7 +33,8 @@ from fusion_advisor.records import Arg, OpClass, OpNode, Ref
 MOST_MEMBERS = 96
 """A group is lowered again for each op that joins it, so the time to find an unbounded one grows with the square of its size.
 
-The largest chain in the committed reports has 14 members, views included. A loop of 64 steps made a group of 262, in 45 s.
+The largest chain in the committed reports has 14 members, views included.
+A scan of 64 steps made a group of 392 in 10 s of CPU time; bounded, 1.8 s.
 """
 
 
