@@ -20,7 +20,6 @@ from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError, HalfWritten
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
-from fusion_advisor.fuse.direct.direct_call import direct_call
 from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, sharing, signature
 from fusion_advisor.fuse.live.graph_table import GraphTable
@@ -174,13 +173,7 @@ class FusedModel(InPlace):
         if verified.piece is not None:
             return verified.piece.call(*args, **kwargs)
         if verified.is_in_place:
-            direct = verified.direct
-            if direct is not None and direct.may_run(args, kwargs):
-                return direct.run(args, kwargs)
-            result = self._compiled(*args, **kwargs)
-            if verified.direct_tries < _MOST_TRIES:
-                self._look_for_direct(verified, args, kwargs)
-            return result
+            return self._compiled(*args, **kwargs)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
         before = self._rewritten.handed_over
         with dynamo.raise_recompile_limit(1024):
@@ -189,14 +182,6 @@ class FusedModel(InPlace):
         if not verified.is_in_place:
             self._fallbacks.add("dynamo did not hand over the graphs that were verified")
         return result
-
-    def _look_for_direct(self, verified: VerifiedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """See whether the next call like one that dynamo has just run needs dynamo."""
-        verified.direct_tries += 1
-        try:
-            verified.direct = direct_call(self.model, self._compiled, self._rewritten.runners, args, kwargs)
-        except (AttributeError, TypeError, RuntimeError):  # a torch whose guards are built another way
-            verified.direct, verified.direct_tries = None, _MOST_TRIES
 
     def _refusal_at_once(self, verified: VerifiedCall | None, leaves: Sequence[torch.Tensor], why_not: str) -> str | None:
         """Say why nothing may be launched for a call, or None; what a launch in vain would not hurt is asked after it."""
@@ -299,12 +284,6 @@ class FusedModel(InPlace):
     def forget(self) -> None:
         """Drop what dynamo's traces keep of the tensors that were traced."""
         self._rewritten.forget_real_tensors()
-        for call in self._verified.values():
-            call.direct, call.direct_tries = None, 0
-
-
-_MOST_TRIES = 3
-"""A model that changes at each call is not looked through at each: it takes 10 ms for SegFormer-B2."""
 
 
 class _Refused(Exception):

@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
-from fusion_advisor.fuse.direct.direct_call import DirectCall
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import is_object
@@ -174,16 +173,12 @@ class VerifiedCall:
         is_in_place: dynamo has handed over its graphs.
         piece: of a range of sizes that serves it; None where it was verified by itself.
         may_record: it may run as a CUDA graph.
-        direct: runs what dynamo compiled for it without dynamo; None where dynamo has to see each call.
-        direct_tries: how often that was looked for.
     """
 
     sharing: tuple[int, ...] | None = None
     is_in_place: bool = False
     piece: ServedPiece | None = None
     may_record: bool = True
-    direct: DirectCall | None = None
-    direct_tries: int = 0
 
 
 class ShapeTable:
