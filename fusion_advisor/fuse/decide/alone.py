@@ -193,7 +193,8 @@ def far_too_little(name: str, alone: Difference | None, *, step_ns: float, min_g
     """
     if alone is None or -_IN_STEP * alone.low_ns >= min_gain * step_ns:
         return None
-    return _too_little_alone(name, alone, "far from", step_ns=step_ns, min_gain=min_gain)
+    verdict = _too_little_alone(name, alone, "far from", step_ns=step_ns, min_gain=min_gain)
+    return replace(verdict, status=Status.SLOWER) if alone.low_ns > 0 else verdict
 
 
 def judged_alone(verdict: Verdict, alone: Difference | None, *, step_ns: float, min_gain: float) -> Verdict:

@@ -51,12 +51,12 @@ class Calibration:
 
 CALIBRATION = Calibration(
     factors={
-        Kind.CHAIN: 2.85,
+        Kind.CHAIN: 2.82,
         Kind.LINEAR: 5.26,
         Kind.NORM_LINEAR: 8.68,
-        Kind.ALONE: 3.37,
-        Kind.PASS: 2.44,
-        Kind.OTHER_GEMM: 2.16,
+        Kind.ALONE: 2.87,
+        Kind.PASS: 2.66,
+        Kind.OTHER_GEMM: 2.87,
         Kind.CUDA_GRAPH: 1.31,
     },
     graph_call_ns=158_000,
