@@ -8,11 +8,27 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from fusion_advisor.records import Capture, OpNode, Ref
+from fusion_advisor.records import Capture, Launch, OpNode, Ref
 from fusion_advisor.records.op_facts import PRODUCTS
 
 _PRODUCTS = {f"aten.{name}.default": place for name, place in PRODUCTS.items()}
 """Position of the left matrix; GPT-2's layers call ``addmm``."""
+
+
+def busy_ns(launches: Sequence[Launch]) -> int:
+    """Return for how long at least one of some launches runs; their sum where the trace does not say when they start.
+
+    Args:
+        launches: of one traced step.
+    """
+    if len({launch.start_ns for launch in launches}) < len(launches):
+        return sum(launch.duration_ns for launch in launches)
+    total, until = 0, -math.inf
+    for launch in sorted(launches, key=lambda one: one.start_ns):
+        end = launch.start_ns + launch.duration_ns
+        total += int(max(0, end - max(launch.start_ns, until)))
+        until = max(until, end)
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +52,13 @@ class PassEffect:
 
     @property
     def saved_ns(self) -> int:
-        """The traced time of the launches that it took away, with their cost."""
+        """The traced time of the launches that it took away, with their cost.
+
+        Time in which several of them run counts once: cuDNN serves a grouped convolution of wav2vec2 by kernels that take 31 ms
+        together, in 12 ms of a step.
+        """
         saved = [launch for launch in self.capture.launches if launch.op_index in self.newly_removed]
-        return sum(launch.duration_ns for launch in saved) + len(saved) * self.launch_cost_ns
+        return busy_ns(saved) + len(saved) * self.launch_cost_ns
 
     def copy_ns(self, moved_bytes: int) -> float:
         """Return how long bytes take at the copy bandwidth that was measured.

@@ -590,7 +590,7 @@ def test_a_decode_step_on_a_gpu(tmp_path, backend, batch):
             assert row.receipt.launches_after == row.receipt.sites_found
             assert (tmp_path / row.rendered[0].path).is_file()
         else:
-            assert row.status is Status.SLOWER, row.reason
+            assert row.status in (Status.SLOWER, Status.TOO_LITTLE), row.reason
     assert any(row.status is Status.KEPT for row in rows)
     assert run.report.model_check.is_passed
     assert run.report.step_after.method == "cuda_graph"
