@@ -11,6 +11,8 @@ from fusion_advisor.report.escape import visible
 from fusion_advisor.report.shapes.rows import asked_text, is_served
 
 RESTED = "single steps at full clock"
+_PLACE = "fusion-runs/"
+"""Where the command line leaves runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,22 @@ def next_step(report: Report) -> NextStep | None:
     if report.training is not None:
         code = 'import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, phase="train")'
         return NextStep("Fuse the training step in your program; its kernels are built, checked and timed there again:", code)
-    place = f'"fusion-runs/{visible(report.run_id, 60)}"' if report.run_id else "run_dir"
+    place = f'"{_PLACE}{visible(report.run_id, 60)}"' if report.run_id else "run_dir"
     code = f"import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, plan=fa.load_plan({place}))"
     return NextStep("Install these kernels in your program; they are built and checked again, not timed:", code)
+
+
+def next_steps(report: Report) -> tuple[NextStep, ...]:
+    """Return :func:`next_step`, and after kernels that can be installed the command that writes them as a package.
+
+    Args:
+        report: of a run.
+    """
+    first = next_step(report)
+    if first is None:
+        return ()
+    has_kernels = any(row.chain_id and row.status is Status.KEPT for row in report.fusions)
+    if "fa.load_plan" not in first.code or not has_kernels or not report.run_id or report.ranks is not None:
+        return (first,)
+    code = f"fusion-advisor export {_PLACE}{visible(report.run_id, 60)} --to fused_kernels"
+    return first, NextStep("Or ship them, as a package that needs torch and not fusion-advisor, for calls of these sizes:", code)

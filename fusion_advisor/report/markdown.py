@@ -116,7 +116,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             quality=quality.verdict(report),
             findings=shared_rows.finding_lines(report),
             sentence=first_screen.sentence,
-            next_step=first_screen.next_step(report),
+            next_steps=first_screen.next_steps(report),
             sum_line=waterfall_rows.sum_line(report),
             is_unchanged=shared_rows.is_unchanged(report),
             comparisons=shared_rows.comparisons(report),

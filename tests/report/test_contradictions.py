@@ -107,8 +107,19 @@ def test_nothing_kept_never_stands_with_a_speedup(report: Report) -> None:
     assert kept_count(report) == 0
     for name, text in views(report).items():
         assert " faster than eager" not in text, name
-        assert "fa.load_plan" not in text, name
+        assert "fa.load_plan" not in text and "fusion-advisor export" not in text, name
     if shared_rows.is_unchanged(report):
         assert waterfall(report) is None
         assert [way.name for way in first_screen.ways(report)].count("ours") == 0
         assert shared_rows.comparisons(report) == ()
+
+
+def test_kernels_that_can_be_installed_can_be_shipped_too() -> None:
+    report = applied()
+    install, ship = first_screen.next_steps(report)
+    assert "fa.load_plan" in install.code and ship.code == f"fusion-advisor export fusion-runs/{report.run_id} --to fused_kernels"
+    for name, text in views(report).items():
+        assert name == "terminal" or ship.code in text, name
+    rewrites_alone = replace(report, fusions=tuple(replace(row, chain_id="") for row in report.fusions))
+    assert first_screen.next_steps(rewrites_alone) == (install,)  # a package holds kernels of chains
+    assert first_screen.next_steps(replace(report, run_id=""))[1:] == ()

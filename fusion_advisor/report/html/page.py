@@ -118,7 +118,7 @@ def _first_screen(report: Report) -> dict[str, object]:
         "clock": _clock(report),
         "ways": first_screen.ways(report),
         "tiles": shared_rows.tiles(report),
-        "next_step": first_screen.next_step(report),
+        "next_steps": first_screen.next_steps(report),
         "generation": shared_rows.step_lines(report),
         "caveats": shared_rows.caveats(report),
         "quality": quality.verdict(report),
