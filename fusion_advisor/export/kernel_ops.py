@@ -122,7 +122,7 @@ def _op(
     return KernelOp(
         name=name, fusion_id=site.fusion_id, summary=fusion.planned.header.summary, origin=fusion.planned.header.origin,
         rendered=rendered, inputs=tuple(named[: len(inputs)]), outputs=tuple(named[len(inputs) :]),
-        launch=_LAUNCH[rendered.backend](program, rendered),
+        launch=_LAUNCH[rendered.suffix](program, rendered),
         reference=_reference(program, tensors, metas, name, fast_math=fast_math),
     )  # fmt: skip
 
@@ -146,10 +146,11 @@ def _triton_facts(program: Program, rendered: Rendered) -> dict[str, str]:
 
 
 _LAUNCH: Mapping[str, Callable[[Program, Rendered], dict[str, str]]] = {
-    "cpp": _cpp_facts,
-    "triton": _triton_facts,
-    "cuda": cuda_facts,
+    ".cpp": _cpp_facts,
+    ".py": _triton_facts,
+    ".cu": cuda_facts,
 }
+"""What a launch must know, by the suffix of the kernel's file."""
 
 
 def _reference(

@@ -11,12 +11,13 @@ import torch
 
 from fusion_advisor.codegen.common.header_comment import wrap
 from fusion_advisor.codegen.common.interface import environment
+from fusion_advisor.content import content_dir
 from fusion_advisor.export.printed import Printed, laid
 from fusion_advisor.export.readme import call_lines, rows, step_sentence
 from fusion_advisor.records import Report
 
 _HERE = Path(__file__).parent
-_LAUNCHERS = {"cpp": "cpp_launcher", "triton": "triton_launcher", "cuda": "cuda_launcher"}
+_TEMPLATES = content_dir("templates") / "export"
 
 
 def files_of(printed: Printed, report: Report, name: str) -> dict[str, bytes]:
@@ -39,7 +40,8 @@ def files_of(printed: Printed, report: Report, name: str) -> dict[str, bytes]:
         "LICENSE": rendered("LICENSE"),
     }
     modules = ["__init__.py", "_adapter.py", "_launch.py", "_requirements.py", "bench.py", "example.py", "forward.py", "ops.py"]
-    modules += [f"_{backend}.py" for backend in context["backends"] if backend != "triton"]
+    own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
+    modules += [module for module in own if (_TEMPLATES / f"{module}.jinja").is_file()]
     files |= {f"{name}/{module}": rendered(module) for module in modules}
     files[f"{name}/_facts.py"] = (_HERE / "model_facts.py").read_bytes()
     files[f"{name}/expected.json"] = (json.dumps(printed.expected, indent=1, sort_keys=True) + "\n").encode()
@@ -62,7 +64,7 @@ def _context(printed: Printed, report: Report, name: str) -> dict[str, Any]:
         "ops": [
             {
                 "name": op.name, "comment": wrap(f"{op.fusion_id}: {op.summary}"), "file": op.file,
-                "launch": list(op.launch.items()), "launcher": _LAUNCHERS[op.rendered.backend],
+                "launch": list(op.launch.items()), "launcher": f"{op.rendered.backend}_launcher",
                 "inputs": [laid(one, meta) for one, meta in op.inputs],
                 "outputs": [laid(one, meta) for one, meta in op.outputs],
             }

@@ -16,8 +16,9 @@ from fusion_advisor.ir.program import Program
 from fusion_advisor.records import Tuning
 
 PACKAGE = Path(fusion_advisor.__file__).parent
-VERSIONS = {  # the installed package named "triton", whose version is shown; no backend
+VERSIONS = {  # the installed package named "triton", whose version is shown or compared; no backend
     "runtime/environment.py", "cli/commands/doctor.py", "report/background_rows.py", "report/compare/comparison.py",
+    "export/export.py", "ranks/run.py",
 }  # fmt: skip
 
 

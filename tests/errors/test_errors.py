@@ -11,7 +11,7 @@ import pytest
 from fusion_advisor import errors
 
 FOLDER = Path(errors.__file__).parent
-SUBJECTS = {"usage": "0", "model": "1", "machine": "2", "step": "3", "kernels": "4", "files": "5", "gates": "7"}
+SUBJECTS = {"usage": "0", "model": "1", "machine": "2", "step": "3", "kernels": "4", "files": "5", "gates": "7", "ranks": "8"}
 """Module: first digit of its codes."""
 
 

@@ -59,12 +59,14 @@ class Relayout:
         Args:
             start: the value.
             memory_format: of the copy.
-            readers: of the copy; None: all of the value's.
+            readers: of the copy; None: all of the value's but the caller of the graph, who gets the value itself.
 
         Returns:
             False where something that follows is written to.
         """
-        made = self._put(start, list(start.users) if readers is None else list(readers), memory_format)
+        if readers is None:
+            readers = [user for user in start.users if user.op != "output"]
+        made = self._put(start, list(readers), memory_format)
         return self._follow(made, memory_format)
 
     def keep(self) -> bool:
