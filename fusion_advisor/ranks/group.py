@@ -131,7 +131,9 @@ class Ranks:
         except RankFailed:
             raise
         except AdvisorError as error:
-            self.watchdog.fail(f"{type(error).__name__}: {error}")
+            first = self.watchdog.fail(f"{type(error).__name__}: {error}")
+            if first.rank != self.rank and is_consequence(error):
+                raise failed(first) from error
             raise
         except RuntimeError as error:
             found = self._cause() if is_broken_collective(error) else None
@@ -141,7 +143,9 @@ class Ranks:
                 raise failed(found) from error
             raise
         except BaseException as error:
-            self.watchdog.fail(_sentence(error))
+            first = self.watchdog.fail(_sentence(error))
+            if first.rank != self.rank and is_consequence(error):
+                raise failed(first) from error
             raise
 
     @contextlib.contextmanager
@@ -182,6 +186,21 @@ class Ranks:
 def failed(failure: Failure) -> RankFailed:
     """Return a failure as an error."""
     return RankFailed(rank=failure.rank, reason=failure.reason)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error was made of another rank's failure: a signal that arrives in dynamo comes out as a capture that failed."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or one in seen:
+            continue
+        if isinstance(one, RankFailed):
+            return True
+        seen.append(one)
+        waiting += [one.__cause__, one.__context__]
+    return False
 
 
 def is_broken_collective(error: RuntimeError) -> bool:

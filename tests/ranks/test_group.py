@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_advisor.errors import NotUnderTorchrun, RankFailed, RanksDiffer
-from fusion_advisor.ranks.group import join
+from fusion_advisor.errors import CannotCapture, NotUnderTorchrun, RankFailed, RanksDiffer
+from fusion_advisor.ranks.group import failed, join
 from tests.ranks.two import both
 
 
@@ -52,6 +52,23 @@ def test_a_broken_collective_is_blamed_on_the_rank_that_broke_it():
 
     first, second = both(work)
     assert isinstance(second, ValueError) and isinstance(first, RankFailed) and "no such head" in str(first)
+
+
+@pytest.mark.parametrize("is_made_of_it", [True, False])
+def test_a_failed_capture_that_another_ranks_end_caused_names_that_rank(is_made_of_it):
+    """The launcher's signal may arrive while dynamo runs, which makes an error of its own of whatever is raised there."""
+
+    def work(ranks):
+        if ranks.rank:
+            raise ValueError("no such head")
+        while ranks.watchdog.look() is None:
+            pass
+        dynamo = RuntimeError("while it traced")
+        dynamo.__context__ = failed(ranks.watchdog.failure) if is_made_of_it else KeyError("x")
+        raise CannotCapture(model_id="tiny", detail="it ended") from dynamo
+
+    first, _ = both(work)
+    assert type(first) is (RankFailed if is_made_of_it else CannotCapture)
 
 
 def test_an_environment_without_ranks_is_a_usage_error():
