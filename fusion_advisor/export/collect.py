@@ -1,8 +1,8 @@
 """A saved plan put together again on its model, as what an export is printed from.
 
 The graph is rebuilt when a run is exported, and not recorded when it is applied. So a run folder (capture, report) is enough,
-also one of an earlier version. The model is captured anew, its ops are compared with the run's, and every kernel is checked on
-the tensors of its first site. The model is needed anyway: parameters have their names from it.
+whichever version made it. The model is captured anew, and its ops are compared with the run's. Every kernel is checked on the
+tensors of its first site. The model is needed anyway: parameters have their names from it.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ class RowSplitLinear(nn.Linear):
 
     group_name: str
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's own name of it
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the whole result, on all ranks."""
-        partial = nn.functional.linear(input, self.weight)
+        partial = nn.functional.linear(x, self.weight)
         total = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(partial, "sum", self.group_name))
         return total if self.bias is None else total + self.bias
 
@@ -50,9 +50,9 @@ class GatheredLinear(nn.Linear):
     group_name: str
     world_size: int
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's own name of it
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the whole result, on all ranks."""
-        own = nn.functional.linear(input, self.weight, self.bias).contiguous()
+        own = nn.functional.linear(x, self.weight, self.bias).contiguous()
         every = torch.ops._c10d_functional.all_gather_into_tensor(own, self.world_size, self.group_name)
         return torch.cat(torch.ops._c10d_functional.wait_tensor(every).chunk(self.world_size), -1)
 

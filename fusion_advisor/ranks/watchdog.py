@@ -156,7 +156,7 @@ class Watchdog:
         while not self._stopped.wait(_BEAT_S):
             try:
                 self.look()
-            except Exception as error:  # noqa: BLE001 - the store lives with the launcher or with rank 0: without it the run is over
+            except RuntimeError as error:  # the store lives with the launcher or with rank 0: without it the run is over
                 if self.failure is None:
                     self.failure, self._failed_s = Failure(rank=0, reason=f"the store is gone ({error})"), self._seconds()
             self.end_if_stuck()

@@ -159,7 +159,11 @@ def lay_masks_out(
 def _lay_mask_out(
     graph_module: GraphModule, start: Node, calls: list[Node], is_of_use: Callable[[Node], bool], *, with_all: bool
 ) -> int:
-    """Copy a mask for its attention calls, or what it is made of for all readers; returns the copies, 0 where they are no use."""
+    """Copy a mask for its attention calls, or with all its readers what it is made of.
+
+    Returns:
+        How many copies stay; 0 where no call gains a kernel.
+    """
     change = Relayout(graph_module, MASKS_ID)
     is_laid_out = change.copy(start, torch.contiguous_format, None if with_all else calls)
     if is_laid_out and len(change.copies) == 1 and all(map(is_of_use, calls)) and change.keep():

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli.common import completion, core, options, run_dir
+from fusion_advisor.cli.common import core, options, run_dir
 from fusion_advisor.cli.common.console import warn, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
 from fusion_advisor.errors import UsageError
@@ -20,14 +20,7 @@ _FORMATS = ("package",)
 def export(
     context: typer.Context,
     *,
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="A path, a run id, a unique prefix or @last; the latest when left out.",
-            autocompletion=completion.runs,
-        ),
-    ] = None,
+    run: run_dir.RunArg = None,
     to: Annotated[
         Path | None, typer.Option("--to", metavar="DIR", help="Folder of the package; its name becomes the package's.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli.common import completion, options, run_dir
+from fusion_advisor.cli.common import options, run_dir
 from fusion_advisor.cli.common.console import open_page, warn, write_result
 from fusion_advisor.errors import CannotWrite, UsageError
 
@@ -16,14 +16,7 @@ from fusion_advisor.errors import CannotWrite, UsageError
 def report(
     context: typer.Context,
     *,
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="A path, a run id, a unique prefix or @last; the latest when left out.",
-            autocompletion=completion.runs,
-        ),
-    ] = None,
+    run: run_dir.RunArg = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of the run's directory.")] = None,
     formats: options.FormatOpt = None,
     embed_trace: options.EmbedTraceOpt = False,

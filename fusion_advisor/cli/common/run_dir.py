@@ -13,8 +13,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from fusion_advisor.cli.common import completion
 from fusion_advisor.content import tool_version
 from fusion_advisor.errors import CannotWrite, RunExists, UnknownRun, UsageError
 from fusion_advisor.files.safe_name import path_inside
@@ -24,6 +27,14 @@ if TYPE_CHECKING:
     from fusion_advisor.records import Fusion, GraphRewrite, Report
     from fusion_advisor.report.html.embed_traces import EmbeddedTrace
 
+RunArg = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="A path, a run id, a unique prefix or @last; the latest when left out.",
+        autocompletion=completion.runs,
+    ),
+]
 RUNS = Path("fusion-runs")
 FORMATS = ("html", "md", "json")
 EXTRA = ("csv",)
