@@ -156,14 +156,18 @@ def test_a_box_of_the_icicle_opens_its_branch(visit: Callable[..., Any]) -> None
     assert branch.get_attribute("open") is not None
 
 
-def test_the_next_command_is_copied(browser: Any, files: dict[str, str]) -> None:
+def test_the_next_commands_are_copied(browser: Any, files: dict[str, str]) -> None:
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     page = context.new_page()
     page.goto(files["applied"])
-    page.locator("[data-copy]").click()
-    page.wait_for_function("document.querySelector('[data-copy]').textContent !== 'Copy'")
-    assert page.locator("[data-copy]").text_content() == "Copied"
-    assert "fa.load_plan(" in page.evaluate("navigator.clipboard.readText()")
+    commands = {"next-code": "fa.load_plan(", "next-code-2": "fusion-advisor export "}
+    assert page.locator("[data-copy]").count() == len(commands)
+    for place, text in commands.items():
+        button = page.locator(f"[data-copy={place}]")
+        button.click()
+        page.wait_for_function(f"document.querySelector('[data-copy={place}]').textContent !== 'Copy'")
+        assert button.text_content() == "Copied"
+        assert text in page.evaluate("navigator.clipboard.readText()")
     context.close()
 
 
