@@ -203,6 +203,7 @@ def _context(kernel: Kernel) -> dict[str, Any]:
     return {
         "kernel": kernel,
         "buffers": [(C_TYPES[computed_in(values[i].dtype)], name) for i, name in kernel.caches.items()],
+        "compares_indices": kernel.compares_indices,
         "total": " * ".join(kernel.layout.sizes),
         "grain": kernel.grain,
     }
@@ -237,6 +238,7 @@ def _beside(program: Program, header: list[str], start: str) -> str:
     return environment().get_template("cpp/siblings.cpp.jinja").render(
         header=header, includes=list(dict.fromkeys(name for kernel in kernels for name in _includes(kernel))),
         prelude=set().union(*(kernel.prelude.names for kernel in kernels)), kernel=kernels[0],
+        compares_indices=any(kernel.compares_indices for kernel in kernels),
         grain=min(kernel.grain for kernel in kernels), functions=list(functions.values()), calls=calls,
         signature=_fill(start, [*tensors, *(f"int64_t {name}" for name in integers), *(["int64_t *wrong"] * bool(checked)),
                                 "int threads"]),

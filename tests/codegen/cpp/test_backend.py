@@ -477,6 +477,18 @@ def test_loop_nests_side_by_side(name, tmp_path):
         assert distance(name, got, oracle) <= 1
 
 
+@pytest.mark.parametrize("last_rows", [0, 36])
+def test_a_row_number_that_decides_costs_sums_no_digits(last_rows, tmp_path):
+    """One large number and 127 equal small ones: a single lane of fp32 sums is 60 units off, sixteen lanes are 2."""
+    make = Maker(52, 128)
+    row, first = make.op("index", dtype="int64", dim=0), make.const(52 - last_rows, "int64")
+    x, y = make.load("x"), make.load("y")
+    chosen = make.op("where", make.op("ge", row, first, dtype="bool"), make.op("mul", x, x), make.op("mul", y, y))
+    make.store(make.op("reduce_sum", chosen), strides=(1, 0))
+    tensors = [torch.full((52, 128), 0.005602).index_fill(1, torch.tensor([0]), 0.711465).flatten() for _ in range(2)]
+    check(make.program(is_reduced=True), tensors, tmp_path, ulps=4)
+
+
 def test_fast_math_keeps_nan(tmp_path):
     x = numbers(4 * 2050).view(4, 2050)
     x[1, 7], x[2, 8] = math.nan, math.inf

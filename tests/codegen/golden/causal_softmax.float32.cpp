@@ -10,6 +10,11 @@
 #include <cstring>
 #include <memory>
 
+// GCC would cut a loop in two where its variable is compared, and leave one of them without vectors: a third of the speed.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-split-loops")
+#endif
+
 // ---- helpers ----
 
 static inline uint32_t fa_bits(float x) {
@@ -74,7 +79,6 @@ extern "C" void fa_causal_softmax_eb8d3d(const float *__restrict x, float *__res
         int64_t n1, int64_t cols, int64_t x_i0_stride, int64_t x_i1_stride, int64_t out_i0_stride,
         int64_t out_i1_stride, int threads) {
   const float scale = 0.08838834764831845f;
-  constexpr int64_t kChunk = 256;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   {
     const std::unique_ptr<float[]> exponential_buffer(new float[cols]);
@@ -95,19 +99,14 @@ extern "C" void fa_causal_softmax_eb8d3d(const float *__restrict x, float *__res
         }
         if (row_max_has_nan) row_max = NAN;
         double row_sum = 0;
-        for (int64_t start = 0; start < cols; start += kChunk) {
-          const int64_t stop = start + kChunk < cols ? start + kChunk : cols;
-          float row_sum_part = 0;
-#pragma omp simd reduction(+ : row_sum_part)
-          for (int64_t col = start; col < stop; ++col) {
-            const bool is_at_most = col <= i1;
-            const float x_value = is_at_most ? x_row[col] : 0.0f;
-            const float difference = (is_at_most ? x_value * scale : -INFINITY) - row_max;
-            const float exponential = fa_exp(difference);
-            exponential_buffer[col] = exponential;
-            row_sum_part += exponential;
-          }
-          row_sum += row_sum_part;
+#pragma omp simd reduction(+ : row_sum)
+        for (int64_t col = 0; col < cols; ++col) {
+          const bool is_at_most = col <= i1;
+          const float x_value = is_at_most ? x_row[col] : 0.0f;
+          const float difference = (is_at_most ? x_value * scale : -INFINITY) - row_max;
+          const float exponential = fa_exp(difference);
+          exponential_buffer[col] = exponential;
+          row_sum += exponential;
         }
         const float inverse = 1.0f / static_cast<float>(row_sum);
 #pragma omp simd
