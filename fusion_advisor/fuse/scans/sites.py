@@ -94,6 +94,7 @@ def _site(graph: Graph, call: Node, taken: Collection[Node]) -> ScanSite:
     results = [call] if isinstance(call.meta["val"], torch.Tensor) else sorted(call.users)
     if len(call.meta["results"]) > 1 and (len(results) != len(call.meta["results"])):
         raise NoStep("a result of it is never read")
+    _refuse_other_results(call.target)
     folded = _folded(graph, call, step.count, taken)
     try:
         return _lowered(call, step, folded, results)
@@ -101,6 +102,17 @@ def _site(graph: Graph, call: Node, taken: Collection[Node]) -> ScanSite:
         if not folded:
             raise
         return _lowered(call, step, (), results)
+
+
+def _refuse_other_results(loop: UnrolledLoop) -> None:
+    """Raise NoStep where a loop hands out anything else than its rows and its last state, which may be rounded once."""
+    results = loop.graph.output_node().args[0]
+    more = results[1:] if isinstance(results, tuple) else ()
+    for node in more:
+        assert isinstance(node, Node)
+        source = node.args[0] if node.target in _CASTS else node
+        if source is not loop.states[-1]:
+            raise NoStep("it hands out another value than its rows and its last state")
 
 
 def _folded(graph: Graph, call: Node, steps: int, taken: Collection[Node]) -> tuple[Node, ...]:
