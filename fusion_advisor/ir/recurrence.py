@@ -1,8 +1,8 @@
 """A recurrence over time as one loop nest whose first dim is time and is walked in order.
 
-``h[t] = f(h[t-1], inputs at t)`` and ``row[t] = g(h[t], inputs at t)`` are the values of one Program. The state is an operand that
-the kernel reads before the first step and writes after the last one. In between, a kernel holds it in registers or in a cache: a
-load of it is the state before a step, and the store to it is the state after.
+``h[t] = f(h[t-1], inputs at t)`` and ``row[t] = g(h[t], inputs at t)`` are the values of one Program. The state is an operand
+that the kernel reads before the first step and writes after the last one. In between, a kernel holds it in registers or in a
+cache: a load of it is the state before a step, and the store to it is the state after.
 """
 
 from __future__ import annotations

@@ -175,9 +175,7 @@ def _by_rows(program: Program) -> Program:
     """Return a Program that Triton's tiles of rows take: where nothing is summed, its columns are rows of one column."""
     if program.is_reduced:
         return program
-    values = tuple(
-        replace(value, strides=(*value.strides, 0)) if value.op in ADDRESSED else value for value in program.values
-    )
+    values = tuple(replace(value, strides=(*value.strides, 0)) if value.op in ADDRESSED else value for value in program.values)
     stores = tuple(replace(store, strides=(*store.strides, 0)) for store in program.stores)
     return replace(program, dims=(*program.dims, 1), values=values, stores=stores, is_reduced=True)
 
@@ -281,6 +279,7 @@ def _unrolled(
     body: list[list[str]] = []
     ahead: list[str] = []
     for number in range(AHEAD):
+
         def numbered(line: str, number: int = number) -> str:
             return pattern.sub(lambda found: f"{found.group(1)}_at{number}", line)
 

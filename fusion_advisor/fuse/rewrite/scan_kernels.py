@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from fusion_advisor.fuse.rewrite.record import ScanRewrite
 
+TITLE = "recurrence"
+"""Of every such kernel; reports and saved plans know them by it."""
+
 SCAN_KERNELS = ScanRewrite(
     id="scan-kernels",
     title="recurrence kernels",

@@ -1,9 +1,9 @@
 """Unrolled loops of a graph that one kernel could walk, with the ops that only prepare what the steps read.
 
 Mamba writes ``exp(delta * A)`` and ``delta * B * u`` for all steps ahead of its loop: two tensors of batch x channels x steps x
-state. They come into the kernel, which then reads ``delta``, ``B`` and ``u``, and neither tensor is written. An op comes in if only
-the loop reads it, if it works element by element, and if its result has a dim as long as the loop. What is made once for all
-steps (``A`` of its logarithm) stays outside.
+state. They come into the kernel, which then reads ``delta``, ``B`` and ``u``, and neither tensor is written. An op comes in if
+only the loop reads it, if it works element by element, and if its result has a dim as long as the loop. What is made once for
+all steps (``A`` of its logarithm) stays outside.
 """
 
 from __future__ import annotations

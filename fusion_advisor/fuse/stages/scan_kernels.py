@@ -15,14 +15,13 @@ from fusion_advisor.codegen.recurrence.cpp import CppRecurrences
 from fusion_advisor.codegen.recurrence.triton import TritonRecurrences
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
+from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.scans.sites import LeftOp, ScanSite, find_scans
 from fusion_advisor.fuse.stages.gemm_sites import Place, original_of
 from fusion_advisor.ir.recurrence import Recurrence
 from fusion_advisor.records import Numerics, RenderedKernel, Tolerance
 from fusion_advisor.verify.check_chain import check_calls
 
-TITLE = "recurrence"
-"""Of every such kernel; reports and saved plans know them by it."""
 HEADER = Header(
     title=TITLE,
     summary="a loop over time that Python unrolled, with the ops that prepare its steps, in one kernel",

@@ -1,7 +1,7 @@
 """Unrolled recurrences as kernels, tried on top of all that was kept: each kind is built, checked, timed alone, then in the step.
 
-A kind is what one kernel computes; the layers of a model are mostly one kind. Its kernel takes in the ops that prepare the steps, so
-fusions of those ops say that they were taken in.
+A kind is what one kernel computes; the layers of a model are mostly one kind. Its kernel takes in the ops that prepare the steps.
+The rows of fusions of these ops then say so.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from fusion_advisor.fuse.decide.trial import source_around
 from fusion_advisor.fuse.decide.try_fusions import FASTEST
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.scans.sites import LeftOp
 from fusion_advisor.fuse.stages.gemm_sites import compare_alone, device_of, observe, original_of, why_no_room
-from fusion_advisor.fuse.stages.scan_kernels import TITLE, ScanKind, build, check, find_kinds, install, name_of
+from fusion_advisor.fuse.stages.scan_kernels import ScanKind, build, check, find_kinds, install, name_of
 from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, ran_out, timed_on_top, with_kernels_of
 from fusion_advisor.records import Fusion, OpClass, Receipt, Status
 from fusion_advisor.verify.check_chain import why_wrong
