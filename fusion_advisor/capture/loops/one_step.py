@@ -1,8 +1,8 @@
 """One step of an unrolled loop, once it is proven that all steps are this one.
 
 A step's ops are compared with those of the second step, op by op, from its state and its row backwards. They may differ in
-integers alone, and each of these must grow by the same amount from step to step (``a[:, 0]``, ``a[:, 1]``, …). A loop of which that
-does not hold has a reason instead of a step.
+integers alone, and each of these must grow by the same amount from step to step (``a[:, 0]``, ``a[:, 1]``, …). A loop of which
+that does not hold has a reason instead of a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recurrences in Triton: each program walks some rows through all steps, with their part of the state in registers.
 
-A step waits for the one before it, so a program's time is that of its loads. The loads of several steps are therefore issued ahead of
-the first of these steps: none of them reads the state.
+A step waits for the one before it, so a program's time is that of its loads. The loads of several steps are therefore issued
+ahead of the first of these steps: none of them reads the state.
 """
 
 from __future__ import annotations
@@ -52,6 +52,15 @@ class _StepWriter(TritonWriter):
     def load(self, number: int, value: Value, access: Access) -> str:
         """The carried state, or a masked load."""
         return "held" if access.operand is self._state else super().load(number, value, access)
+
+    def mask(self, varies: frozenset[int]) -> str:
+        """The mask of a tile: a program is at one step at a time."""
+        return super().mask(varies - {0})
+
+    def _read(self, access: Access, varies: frozenset[int], masks: list[str], *, policy: str = "") -> str:
+        # The last steps of a row of them may lie past the end.
+        ahead = ["is_inside"] if access.strides[0] != "0" else []
+        return super()._read(access, varies, [*ahead, *masks], policy=policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +243,7 @@ def _body(plan: Schedule, writer: _StepWriter, recurrence: Recurrence) -> dict[s
         f"tl.store({writer.address(plan.stores[1 - state_at], row_varies)}, {stored}, mask={row_mask} & is_inside)",
         "held = tl.where(is_inside, held_next, held)",
     ]
-    reads = [line.replace("mask=", "mask=is_inside & ") for line in writer.definitions(loads)]
-    groups = _unrolled(writer, step, reads, lines, {*loads, *rest})
+    groups = _unrolled(writer, step, writer.definitions(loads), lines, {*loads, *rest})
     after = [f"tl.store({state_address}, held, mask=mask)"]
     resting = [f"{name} = {code}" for name, code, access in writer.bases if access.strides[0] == "0"]
     before = [*kept(resting, [*before, *(line for group in groups for line in group), *after]), *before]
@@ -284,7 +292,7 @@ def _unrolled(
             return pattern.sub(lambda found: f"{found.group(1)}_at{number}", line)
 
         # A block, not a number: the interpreter makes no mask of a block and a number.
-        place = [f"{step} = first + {number}", f"is_inside = tl.zeros([1, 1], tl.int32) + {step} < steps"]
+        place = [f"{step} = tl.full([1, 1], {number}, INDEX) + first", f"is_inside = {step} < steps"]
         used = kept(bases, [*reads, *lines])
         ahead += [numbered(line) for line in (*place, *used, *reads)]
         body.append([numbered(line) for line in lines])

@@ -127,8 +127,8 @@ def specialise(
     has_kernels = bool(plan.fusions) or not {GEMM_EPILOGUE.id, LINEAR_KERNELS.id, SCAN_KERNELS.id}.isdisjoint(plan.rewrites)
     if has_kernels and not any(sites.values()):
         raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
-    for one in linears[bool(placed) :]:
-        sites[TITLE] = sites.get(TITLE, 0) + len(one.sites)
+    for scan in linears[bool(placed) :]:
+        sites[TITLE] = sites.get(TITLE, 0) + len(scan.sites)
     seconds = time.perf_counter() - started
     return bench.live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)
 

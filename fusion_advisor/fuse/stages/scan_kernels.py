@@ -19,7 +19,8 @@ from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.scans.sites import LeftOp, ScanSite, find_scans
 from fusion_advisor.fuse.stages.gemm_sites import Place, original_of
 from fusion_advisor.ir.recurrence import Recurrence
-from fusion_advisor.records import Numerics, RenderedKernel, Tolerance
+from fusion_advisor.records import Numerics, Ref, RenderedKernel, Tolerance
+from fusion_advisor.records.op_facts import LOOP_PREFIX
 from fusion_advisor.verify.check_chain import check_calls
 
 HEADER = Header(
@@ -215,7 +216,6 @@ def bound(bench: Bench, place: Place, made: MadeScan, *, is_poisoned: bool = Fal
 
 def _outputs(bench: Bench, place: Place) -> tuple[int, ...]:
     """Return the ops whose results a site's call makes: the last member, or the two that take the loop's results apart."""
-    last = [index for index in place.members if bench.ops[index].target == "getitem"]
-    node_at = {index: node for node, index in bench.index_of[place.region].items()}
-    apart = [index for index in last if isinstance(node_at[index].args[0].target, UnrolledLoop)]
-    return tuple(sorted(apart, key=lambda index: int(node_at[index].args[1]))) or place.members[-1:]
+    loop = next(index for index in place.members if bench.ops[index].target.startswith(LOOP_PREFIX))
+    apart = [index for index in place.members if bench.ops[index].target == "getitem" and Ref(loop) in bench.ops[index].args]
+    return tuple(sorted(apart, key=lambda index: str(bench.ops[index].args[1]))) or place.members[-1:]
