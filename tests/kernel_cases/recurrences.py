@@ -28,7 +28,7 @@ FEWEST = 8
 
 
 def mamba(delta, log_decay, source, read, value):
-    """Mamba's selective scan in plain PyTorch: delta and value (batch, channels, steps), source and read (batch, steps, state)."""
+    """Mamba's selective scan; delta and value are (batch, channels, steps), source and read (batch, steps, state)."""
     decay = torch.exp(-torch.exp(log_decay)[None, :, None, :] * delta[..., None])
     added = delta[..., None] * source[:, None].to(delta.dtype) * value[..., None].to(delta.dtype)
     state = torch.zeros(delta.shape[0], *log_decay.shape, dtype=read.dtype)
@@ -164,4 +164,4 @@ if __name__ == "__main__":
     from fusion_advisor.codegen.recurrence.triton import TritonRecurrences
 
     for case in sys.argv[1:] or CASES:
-        print(f"{case} → {complaint(TritonRecurrences(), case)}", flush=True)
+        sys.stdout.write(f"{case} → {complaint(TritonRecurrences(), case)}\n")
