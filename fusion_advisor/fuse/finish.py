@@ -29,6 +29,7 @@ from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.prediction.interval import with_intervals
 from fusion_advisor.fuse.receipts import reverted, with_kernels, with_receipt
 from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
+from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS, TITLE
 from fusion_advisor.fuse.whole_model_gate import why_nothing_stays, why_parts_do_not_pay
 from fusion_advisor.records import EAGER, OURS, Capture, ModelCheck, Report, Status, StepProfile
 from fusion_advisor.runtime.torch_internals import module_call
@@ -139,9 +140,12 @@ def _installed(job: Job, kept: KeptStep) -> Installed:
         frozen=frozen_values(bench.live.regions, variant.modules),
         notes=(*report.notes, *method_notes(decision, options, bench)),
     )
-    has_kernels = any(one.id != GEMM_EPILOGUE.id for one in kept.linears)
+    scans = {row.id for row in report.fusions if row.kernel == TITLE and not row.chain_id}
+    with_linears = any(one.id not in (GEMM_EPILOGUE.id, *scans) for one in kept.linears)
+    with_scans = any(one.id in scans for one in kept.linears)
+    kinds = [LINEAR_KERNELS.id] * with_linears + [SCAN_KERNELS.id] * with_scans
     plan = ReusablePlan(
-        fusions=tuple(kept.built), rewrites=(*kept_ids(report.rewrites), *([LINEAR_KERNELS.id] if has_kernels else [])),
+        fusions=tuple(kept.built), rewrites=(*kept_ids(report.rewrites), *kinds),
         rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=options.fast_math, tolerance=options.tolerance,
     )  # fmt: skip
     recorder = job.last.graph_recorder(bench) if options.graph and options.wants(CUDA_GRAPH.id) else None

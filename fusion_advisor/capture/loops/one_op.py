@@ -26,13 +26,17 @@ class UnrolledLoop:
 
     Attributes:
         graph: the loop's ops.
+        states: of ``graph``, the op that makes each step's state, in order.
+        gather: of ``graph``, the op that puts a row of each step side by side.
     """
 
-    def __init__(self, graph: Graph, steps: int) -> None:
+    def __init__(self, graph: Graph, states: tuple[Node, ...], gather: Node) -> None:
         self.graph = graph
+        self.states = states
+        self.gather = gather
         self._dtypes = [node.meta["val"].dtype for node in graph.nodes if node.op == "placeholder"]
         self._module = fx_trace.lazy_graph_module(torch.nn.Module(), graph, class_name="UnrolledLoop")
-        self.__name__ = f"{LOOP_PREFIX}{steps}_steps_{_digest(graph)}"
+        self.__name__ = f"{LOOP_PREFIX}{len(states)}_steps_{_digest(graph)}"
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Run the loop; where a float input comes in float64, all of it in float64."""
@@ -88,7 +92,8 @@ def _fold(graph: Graph, loop: Recurrence) -> None:
     gather = loop.outputs[0]
     values = [node.meta["val"] for node in loop.outputs]
     with graph.inserting_before(gather):
-        call = graph.call_function(UnrolledLoop(body, len(loop.states)), loop.inputs)
+        one = UnrolledLoop(body, tuple(copies[state] for state in loop.states), copies[gather])
+        call = graph.call_function(one, loop.inputs)
         origin = loop.states[0].meta
         call.meta = {key: origin[key] for key in ("nn_module_stack", "stack_trace") if key in origin}
         call.meta["results"] = values

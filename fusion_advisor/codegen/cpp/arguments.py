@@ -63,6 +63,7 @@ class Layout:
         for _, odd in self._pairs.stores:
             stores.remove(program.stores[odd].operand)
         repeated = {o for o in loads if loads.count(o) > 1} | {o for o in stores if stores.count(o) > 1}
+        repeated |= set(loads) & set(stores)  # a recurrence's state
         reads = {i: v for i, v in enumerate(program.values) if v.op == "load"}
         self.load_views = self._views(reads, self._pairs.loads, repeated)
         written = self._views(dict(enumerate(program.stores)), self._pairs.stores, repeated)

@@ -162,9 +162,9 @@ class CppBackend:
             .render(
                 **_context(kernel),
                 header=[*_header(program, header, fast_math), f"Build: c++ {' '.join(flags)}"],
-                includes=_includes(kernel),
+                includes=includes_of(kernel),
                 prelude=kernel.prelude.names,
-                signature=_fill(start, kernel.layout.signature),
+                signature=filled(start, kernel.layout.signature),
             )
         )
         return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp", flags=flags)
@@ -221,7 +221,7 @@ def _beside(program: Program, header: list[str], start: str) -> str:
         if key not in functions:
             name, context = f"part{len(functions) + 1}", _context(kernel)
             functions[key] = {
-                **context, "name": name, "signature": _fill(f"static void {name}(", kernel.layout.signature),
+                **context, "name": name, "signature": filled(f"static void {name}(", kernel.layout.signature),
                 "text": body_of(_template(part.program), **context),
             }  # fmt: skip
         own = [f"{parameter.name}_of_{number}" for parameter in kernel.layout.parameters]
@@ -236,11 +236,11 @@ def _beside(program: Program, header: list[str], start: str) -> str:
         for operand, name in zip(program.operands, pointers, strict=True)
     ]
     return environment().get_template("cpp/siblings.cpp.jinja").render(
-        header=header, includes=list(dict.fromkeys(name for kernel in kernels for name in _includes(kernel))),
+        header=header, includes=list(dict.fromkeys(name for kernel in kernels for name in includes_of(kernel))),
         prelude=set().union(*(kernel.prelude.names for kernel in kernels)), kernel=kernels[0],
         compares_indices=any(kernel.compares_indices for kernel in kernels),
         grain=min(kernel.grain for kernel in kernels), functions=list(functions.values()), calls=calls,
-        signature=_fill(start, [*tensors, *(f"int64_t {name}" for name in integers), *(["int64_t *wrong"] * bool(checked)),
+        signature=filled(start, [*tensors, *(f"int64_t {name}" for name in integers), *(["int64_t *wrong"] * bool(checked)),
                                 "int threads"]),
     )  # fmt: skip
 
@@ -263,7 +263,8 @@ def _header(program: Program, header: Header, fast_math: bool) -> list[str]:
     return [part for line in lines for part in wrap(" ".join(line.replace("\\", "/").split()))]
 
 
-def _includes(kernel: Kernel) -> list[str]:
+def includes_of(kernel: Kernel) -> list[str]:
+    """Return the headers that a kernel's text needs."""
     wanted = {"cmath": True, "cstdint": True, "cstring": "fa_bits" in kernel.prelude.names}
     wanted["limits"] = any("numeric_limits" in line for s in kernel.sections if s.loop for line in s.loop.starts)
     wanted["memory"] = bool(kernel.caches)
@@ -271,7 +272,12 @@ def _includes(kernel: Kernel) -> list[str]:
     return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
-def _fill(start: str, parameters: list[str]) -> str:
+def compile_flags() -> tuple[str, ...]:
+    """Return what the compiler is called with where nothing may be approximated."""
+    return _FLAGS
+
+
+def filled(start: str, parameters: list[str]) -> str:
     """Break a parameter list between parameters, at 110 columns."""
     lines = [start]
     for parameter, end in zip(parameters, (*[","] * (len(parameters) - 1), ")"), strict=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+
+import torch
 
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Rendered
 from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
@@ -15,7 +17,7 @@ from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.fuse.stages import try_epilogues
+from fusion_advisor.fuse.stages import scan_kernels, try_epilogues
 from fusion_advisor.fuse.stages.linear_kernels import Made, build, check_first, header_of, install
 from fusion_advisor.fuse.stages.linear_kinds import Kind
 from fusion_advisor.records import GraphRewrite, RenderedKernel
@@ -136,4 +138,38 @@ def build_linears(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan, build: 
     missing = [row.kernel for row in saved.linears if row.id not in {gemv.id for gemv in found}]
     if missing:
         raise PlanMismatch(run=saved.run_dir.name, detail=f"this model has no linears for {', '.join(missing)}")
+    return found
+
+
+def build_scans(bench: Bench, saved: SavedPlan, device: torch.device, taken: Iterable[int]) -> list[BuiltLinear]:
+    """Build the kernels of recurrences again and check their numbers.
+
+    Args:
+        bench: over the graphs as the plan left them.
+        saved: the plan.
+        device: where they run.
+        taken: ops that other kernels have taken in.
+
+    Raises:
+        PlanMismatch: a kernel is not to be had, or its numbers no longer pass.
+    """
+    if not saved.scans:
+        return []
+    kinds = {f"S{number}": kind for number, kind in enumerate(scan_kernels.find_kinds(bench, taken)[0], start=1)}
+    found = []
+    for row in saved.scans:
+        kind = kinds.get(row.id)
+        if kind is None:
+            raise PlanMismatch(run=saved.run_dir.name, detail=f"this model has no loop for {row.id} {row.kernel}")
+        bench.observe((), also=kind.places[0].inputs)
+        try:
+            path = path_inside(saved.run_dir, f"kernels/{row.id}_{row.kernel}")
+            made = scan_kernels.build(kind, device, path, backend=row.rendered[0].backend)
+            numerics = scan_kernels.check_first(bench, kind, made, tolerance=saved.report.tolerance)
+        except KernelBuildFailed as failure:
+            raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
+        if made.kernel.name != row.rendered[0].name or not numerics.is_passed:
+            detail = f"{row.id} {row.kernel}: it is another kernel, or its numbers no longer pass"
+            raise PlanMismatch(run=saved.run_dir.name, detail=detail)
+        found.append(scan_kernels.install(bench, kind, made, name=row.id))
     return found

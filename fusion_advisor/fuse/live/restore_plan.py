@@ -26,7 +26,7 @@ from fusion_advisor.fuse.decide.rebind import CannotMove
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Variant
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.graph_difference import first_difference, named_site
-from fusion_advisor.fuse.live.restore_kernels import build_epilogues, build_fusions, build_linears, find_epilogues
+from fusion_advisor.fuse.live.restore_kernels import build_epilogues, build_fusions, build_linears, build_scans, find_epilogues
 from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
 from fusion_advisor.fuse.live.specialize import ReusablePlan, gemm_rows
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
@@ -34,6 +34,7 @@ from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, kept_passes
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS
 from fusion_advisor.fuse.stages.linear_kernels import Made, build
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
 from fusion_advisor.fuse.stages.try_epilogues import Placed
@@ -191,8 +192,11 @@ def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_line
     built = build_fusions(bench, fusions, saved)
     gemvs = build_linears(bench, kinds, saved, build_linear)
     linears = [*build_epilogues(bench, placed, saved, fast_math=fast_math), *gemvs]
+    taken = [index for linear in linears for site in linear.sites for index in site.members]
+    scans = build_scans(bench, saved, torch.device(loaded.record.device), taken)
+    linears += scans
     bench.values.clear()
-    kept = (*saved.rewrites, LINEAR_KERNELS.id) if gemvs else tuple(saved.rewrites)
+    kept = (*saved.rewrites, *([LINEAR_KERNELS.id] if gemvs else []), *([SCAN_KERNELS.id] if scans else []))
     plan = ReusablePlan(
         fusions=tuple(built), rewrites=kept, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=fast_math,
         tolerance=saved.report.tolerance,

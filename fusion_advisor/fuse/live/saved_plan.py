@@ -11,6 +11,7 @@ from fusion_advisor.fuse.live.specialize import FEW_ROWS, gemm_rows
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.registry import REWRITES, kept_ids
 from fusion_advisor.fuse.plan.plan import PlannedFusion, recall
+from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.records import Capture, Fusion, GraphRewrite, Match, Report, Status
 from fusion_advisor.records.serialize import read_capture, read_report
 from fusion_advisor.records.soundness import Unsound, check_plan
@@ -35,6 +36,15 @@ class SavedPlan:
     @property
     def linears(self) -> tuple[Fusion, ...]:
         """Rows of the kept kernels of linears."""
+        return tuple(row for row in self._without_chain if row.kernel != TITLE)
+
+    @property
+    def scans(self) -> tuple[Fusion, ...]:
+        """Rows of the kept kernels of recurrences."""
+        return tuple(row for row in self._without_chain if row.kernel == TITLE)
+
+    @property
+    def _without_chain(self) -> tuple[Fusion, ...]:
         return tuple(row for row in self.report.fusions if row.status is Status.KEPT and not row.chain_id)
 
 

@@ -8,9 +8,11 @@ its regime alone.
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from fusion_advisor.capture.layout_trial import drop_layouts
 from fusion_advisor.capture.loops.one_op import fold_loops
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.chains.group import Group
-from fusion_advisor.codegen.common.interface import KernelCrashed
+from fusion_advisor.codegen.common.interface import KernelBuildFailed, KernelCrashed
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import CannotSpecialize
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, replaced_sites
@@ -31,7 +33,9 @@ from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion, judge_with
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.fuse.stages import try_epilogues
+from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS, TITLE
+from fusion_advisor.fuse.stages import scan_kernels, try_epilogues
+from fusion_advisor.fuse.stages.gemm_sites import device_of
 from fusion_advisor.fuse.stages.try_layout_change import change_for_other_shape
 from fusion_advisor.ir.operand_names import named_like
 from fusion_advisor.ir.program import Program, layout_key
@@ -110,6 +114,7 @@ def specialise(
         bench.observe([planned for planned, _ in found], also=[index for one in placed[:1] for index in one.place.inputs])
         built = [_bound(bench, planned, kernel, plan.tolerance) for planned, kernel in found]
         linears = _in_epilogues(bench, placed, plan)
+        linears += _scans(bench, linears, plan)
     finally:
         live.written.restore()
     variant = bench.build(built, [name for name in plan.rewrites if name in PASSES], linears)
@@ -119,9 +124,11 @@ def specialise(
         sites[fusion.kernel.name] = sites.get(fusion.kernel.name, 0) + replaced.get(fusion.planned.id, 0)
     for one in placed:
         sites[one.call.__name__] = sites.get(one.call.__name__, 0) + 1
-    has_kernels = bool(plan.fusions) or not {GEMM_EPILOGUE.id, LINEAR_KERNELS.id}.isdisjoint(plan.rewrites)
+    has_kernels = bool(plan.fusions) or not {GEMM_EPILOGUE.id, LINEAR_KERNELS.id, SCAN_KERNELS.id}.isdisjoint(plan.rewrites)
     if has_kernels and not any(sites.values()):
         raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
+    for scan in linears[bool(placed) :]:
+        sites[TITLE] = sites.get(TITLE, 0) + len(scan.sites)
     seconds = time.perf_counter() - started
     return bench.live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)
 
@@ -220,6 +227,26 @@ def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, tolerance:
 
 def _places(bench: Bench, fusions: Sequence[PlannedFusion], plan: ReusablePlan) -> list[try_epilogues.Placed]:
     return try_epilogues.find_places(bench, fusions, fast_math=plan.fast_math)[0] if GEMM_EPILOGUE.id in plan.rewrites else []
+
+
+def _scans(bench: Bench, linears: Sequence[BuiltLinear], plan: ReusablePlan) -> list[BuiltLinear]:
+    """Put kernels in place of this call's unrolled loops, of another number of steps, and check each on a site's tensors."""
+    if SCAN_KERNELS.id not in plan.rewrites:
+        return []
+    found = []
+    kinds, _ = scan_kernels.find_kinds(bench, [index for one in linears for site in one.sites for index in site.members])
+    for number, kind in enumerate(kinds, start=1):
+        bench.observe((), also=kind.places[0].inputs)
+        with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
+            try:
+                made = scan_kernels.build(kind, device_of(bench), Path(folder) / TITLE)
+            except KernelBuildFailed as failure:
+                raise CannotSpecialize(detail=str(failure)) from failure
+        numerics = scan_kernels.check_first(bench, kind, made, tolerance=plan.tolerance)
+        if not numerics.is_passed:
+            raise CannotSpecialize(detail=f"{TITLE} there: {check_chain.why_wrong(numerics, plan.tolerance)}")
+        found.append(scan_kernels.install(bench, kind, made, name=f"S{number}"))
+    return found
 
 
 def _in_epilogues(bench: Bench, placed: Sequence[try_epilogues.Placed], plan: ReusablePlan) -> list[BuiltLinear]:

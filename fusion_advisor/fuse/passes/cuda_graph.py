@@ -5,5 +5,5 @@ from __future__ import annotations
 from fusion_advisor.fuse.rewrite.record import CallRewrite
 
 CUDA_GRAPH = CallRewrite(
-    id="cuda-graph", title="CUDA graph", after={"linear-kernels": "it records the step as all other rewrites leave it"}
+    id="cuda-graph", title="CUDA graph", after={"scan-kernels": "it records the step as all other rewrites leave it"}
 )

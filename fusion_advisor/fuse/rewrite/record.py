@@ -93,6 +93,13 @@ class KernelRewrite(Rewrite):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScanRewrite(Rewrite):
+    """Unrolled recurrences as kernels of ours: loops that one kernel computes have a row and a verdict of their own."""
+
+    stage: ClassVar[RewriteStage] = RewriteStage.ON_TOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallRewrite(Rewrite):
     """A change of how the whole call is launched: it is judged by wall time, after everything else."""
 

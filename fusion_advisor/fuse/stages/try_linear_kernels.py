@@ -70,7 +70,7 @@ def place_gemvs(
     bench = kept.bench
     kinds = [] if kernels is None else [
         kind for kind in find_kinds(bench)
-        if _is_wanted(kind.title, options) and _has_kernel(kind.problem, bench, options, kernels)
+        if is_wanted(kind.title, options) and _has_kernel(kind.problem, bench, options, kernels)
     ]  # fmt: skip
     if kernels is None or not kinds:
         return kept
@@ -78,7 +78,7 @@ def place_gemvs(
     try:
         observe(bench, seen)
     except (RuntimeError, MemoryError) as error:
-        refusals = [_ran_out(error)] * len(kinds)
+        refusals = [ran_out(error)] * len(kinds)
     runner = StepRunner(bench)
     rows: list[Fusion] = []
     chosen: list[BuiltLinear] = []
@@ -91,17 +91,17 @@ def place_gemvs(
             try:
                 row, built = _tried(bench, row, kind, kernels.make, options, instruments, seed=number)
             except (RuntimeError, MemoryError) as error:
-                row = replace(row, status=Status.NOT_REPLACED, reason=_ran_out(error))
+                row = replace(row, status=Status.NOT_REPLACED, reason=ran_out(error))
         if built is not None:
-            row = _timed(kept, row, chosen, built, runner, options, instruments, budget_s=budget_s / len(kinds))
+            row = timed_on_top(kept, row, chosen, built, runner, options, instruments, budget_s=budget_s / len(kinds))
             chosen += [built] if row.status is Status.KEPT else []
         progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")
         rows.append(row)
     bench.values.clear()  # activations of every layer
-    return _with_kernels(kept, rows, chosen)
+    return with_kernels_of(kept, rows, chosen)
 
 
-def _timed(
+def timed_on_top(
     kept: Kept,
     row: Fusion,
     chosen: Sequence[BuiltLinear],
@@ -112,7 +112,18 @@ def _timed(
     *,
     budget_s: float,
 ) -> Fusion:
-    """Return a kernel's row with its verdict, on top of what was kept and of the kernels that were chosen before it."""
+    """Return a kernel's row with its verdict, on top of what was kept and of the kernels that were chosen before it.
+
+    Args:
+        kept: so far.
+        row: of the kernel, whose numbers passed.
+        chosen: kernels of the same rewrite that stay.
+        built: the kernel.
+        runner: runs the step.
+        options: the keep rule's thresholds.
+        instruments: time the step and decide.
+        budget_s: seconds for the timing.
+    """
     passes = kept_passes(kept.rewrites)
     before = step_of(kept.bench, kept.built, passes, [*kept.linears, *chosen])
     after = step_of(kept.bench, kept.built, passes, [*kept.linears, *chosen, built])
@@ -127,8 +138,14 @@ def _timed(
     return _judged(row, verdict, alone)
 
 
-def _with_kernels(kept: Kept, rows: Sequence[Fusion], chosen: Sequence[BuiltLinear]) -> Kept:
-    """Return what stays with these rows and kernels."""
+def with_kernels_of(kept: Kept, rows: Sequence[Fusion], chosen: Sequence[BuiltLinear]) -> Kept:
+    """Return what stays with these rows and kernels.
+
+    Args:
+        kept: so far.
+        rows: of all kernels that were tried.
+        chosen: those that stay.
+    """
     titles = {row.id: f"{row.id} {row.kernel}" for row in rows}
     fusions = [without_taken(fusion, kept.built, chosen, titles) for fusion in kept.fusions]
     return replace(kept, fusions=[*fusions, *rows], linears=(*kept.linears, *chosen))
@@ -144,8 +161,12 @@ def _refused(bench: Bench, kinds: Sequence[Kind], instruments: Instruments) -> t
     return refusals, seen
 
 
-def _ran_out(error: Exception) -> str:
-    """Say that memory ran out: what was kept before needs none of it. Any other error is raised again."""
+def ran_out(error: Exception) -> str:
+    """Say that memory ran out: what was kept before needs none of it. Any other error is raised again.
+
+    Args:
+        error: while a kernel was built or checked.
+    """
     if not is_out_of_memory(error):
         raise error
     return f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
@@ -233,7 +254,8 @@ def _judged(row: Fusion, verdict: Verdict, alone: Difference | None) -> Fusion:
     )
 
 
-def _is_wanted(title: str, options: ApplyOptions) -> bool:
+def is_wanted(title: str, options: ApplyOptions) -> bool:
+    """Return whether the options let a kernel of this name be tried."""
     only = options.only_kernels
     return (not only or fits(title, only)) and not fits(title, options.skipped_kernels)
 

@@ -16,11 +16,12 @@ from fusion_advisor.fuse.decide.try_fusions import FASTEST
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
-from fusion_advisor.fuse.rewrite.record import EpilogueRewrite, KernelRewrite, LayoutRewrite
+from fusion_advisor.fuse.rewrite.record import EpilogueRewrite, KernelRewrite, LayoutRewrite, ScanRewrite
 from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_epilogues import compute_in_epilogues
 from fusion_advisor.fuse.stages.try_layout_change import try_layout_change
 from fusion_advisor.fuse.stages.try_linear_kernels import place_gemvs
+from fusion_advisor.fuse.stages.try_scans import place_scans
 from fusion_advisor.records import RewriteStage
 
 
@@ -79,8 +80,15 @@ def _try_kernels(kept: Kept, _rewrite: KernelRewrite, trial: Trial) -> Kept:
     )
 
 
+def _try_scans(kept: Kept, _rewrite: ScanRewrite, trial: Trial) -> Kept:
+    return place_scans(
+        kept, trial.options, trial.progress, kernel_dir=trial.kernel_dir, budget_s=trial.budget_s, instruments=trial.instruments
+    )
+
+
 _TRY: Mapping[type, Callable[[Kept, Any, Trial], Kept]] = {
     LayoutRewrite: _try_layout_change,
     EpilogueRewrite: _try_epilogues,
     KernelRewrite: _try_kernels,
+    ScanRewrite: _try_scans,
 }
