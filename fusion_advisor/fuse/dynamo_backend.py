@@ -39,6 +39,7 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.fuse.train.columns_last import sink_column_sums
 from fusion_advisor.fuse.train.gradient_parts import split_norm_gradients
 from fusion_advisor.fuse.train.journal import Journal
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
@@ -166,8 +167,8 @@ def _given_names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> t
 
 
 def _pass_copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return a pass that may be changed, in ops of which each sums along one side."""
-    return split_norm_gradients(autograd_graphs.copied_graph(graph_module))
+    """Return a pass that may be changed, in ops of which each sums along one side, sums of columns last."""
+    return sink_column_sums(split_norm_gradients(autograd_graphs.copied_graph(graph_module)))
 
 
 def _differentiable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
