@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fusion_advisor.chains.group import Group, HasKernel, Judge, Verdict
+from fusion_advisor.chains.group import Group, HasKernel, Judge, Verdict, is_convex
 from fusion_advisor.chains.op_inputs import (
     depends_on_inputs,
     for_columns_alone,
@@ -156,7 +156,7 @@ class _Finder:
         if group is None or not self.verdict_of[group][1].is_fusible:
             return False
         members = group | glue | writes
-        if not self._is_convex(members) or not self._may_write(members):
+        if not is_convex(members, self.ancestors) or not self._may_write(members):
             return False
         judged = self._judge(members)
         if not judged[1].is_fusible or not self._is_in_order(members) or not has_kernel(tuple(sorted(members)), judged[0]):
@@ -195,7 +195,7 @@ class _Finder:
     def _share_launch(self, one: frozenset[int], other: frozenset[int], has_kernel: HasKernel) -> bool:
         reads = [{self._computed(source) for source in self._read_by(group)} for group in (one, other)]
         both = one | other
-        if reads[0].isdisjoint(reads[1]) or not self._is_convex(both):
+        if reads[0].isdisjoint(reads[1]) or not is_convex(both, self.ancestors):
             return False
         judged = self._judge(both)
         if not judged[1].is_fusible or not self._is_in_order(both) or not has_kernel(tuple(sorted(both)), judged[0]):
@@ -299,7 +299,7 @@ class _Finder:
         if mine is theirs or not self.verdict_of[theirs][1].is_fusible:
             return
         merged = mine | theirs | glue
-        if len(merged) > MOST_MEMBERS or merged in self.refused or not self._is_convex(merged):
+        if len(merged) > MOST_MEMBERS or merged in self.refused or not is_convex(merged, self.ancestors):
             return
         judged = self._judge(merged)
         if judged[1].is_fusible and self._is_in_order(merged):
@@ -312,20 +312,6 @@ class _Finder:
         for member in members:
             if viewed(self.ops[member], self.ops) is None:
                 self.group_of[member] = members
-
-    def _is_convex(self, members: frozenset[int]) -> bool:
-        mask = sum(1 << member for member in members)
-        above = 0
-        for member in members:
-            above |= self.ancestors[member]
-        first = min(members)
-        between = (above & ~mask) >> first
-        while between:
-            lowest = (between & -between).bit_length() - 1
-            if self.ancestors[first + lowest] & mask:
-                return False
-            between &= between - 1
-        return True
 
     def outputs(self, members: frozenset[int]) -> tuple[int, ...]:
         """Members whose values are read outside, a view standing for the member whose storage it shows."""

@@ -151,7 +151,12 @@ def _compare_all(
         for answer, expected, exact, other, mask in zip(answers, eager, oracle, nearby, reach, strict=True):
             results = special_values.Results(fused=answer, eager=expected, oracle=exact, nearby=other).at(mask)
             special_values.compare(
-                title, results, findings, tolerance=tolerance, has_sums=chain.has_sums, sums_overflow=sums_overflow,
+                title,
+                results,
+                findings,
+                tolerance=tolerance,
+                has_sums=chain.has_sums,
+                sums_overflow=sums_overflow,
                 has_moments=has_moments(chain),
             )
 

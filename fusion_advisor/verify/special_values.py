@@ -107,8 +107,8 @@ def compare(
         has_sums: the ops add numbers up. A sum that is zero has the sign that the order of its terms gives it: there another sign
             is a declared exception, elsewhere a fault.
         sums_overflow: the inputs are such that only some orders of a sum's terms overflow: what differs is a declared exception.
-        has_moments: the ops write or read a row's mean. Whether that is an infinity or NaN for a row that holds an infinity depends
-            on the order in which eager updates it, and so does what is made of it: the two are a declared exception there.
+        has_moments: the ops write or read a row's mean. Whether that is an infinity or NaN for a row that holds an infinity
+            depends on the order in which eager updates it, and so does what is made of it: both are a declared exception there.
     """
     eager = results.eager
 

@@ -3,14 +3,14 @@
 A Program's columns are its last dim, and those of a bias's gradient are as far apart as rows of memory are. One program for each
 row of the Program would read 2 bytes of every cache line, and a layer of 768 features has too few of them for a GPU. So:
 
-1. ``partial``: neighbouring threads take neighbouring elements of memory, each thread the same one of up to 16 rows, whose results it
-   combines. What the chain writes for each element (a layer's gradient) is written here. It gives one number for each block of
-   rows and each column.
+1. ``partial``: neighbouring threads take neighbouring elements of memory, each thread the same one of up to 16 rows, whose results
+   it combines. What the chain writes for each element (a layer's gradient) is written here. The launch gives one number for each
+   block of rows and each column.
 2. the kernel itself: combines these numbers, column by column, and does what follows from the result (a cast).
 
-Taken: a Program whose reductions need no other reduction and feed no element, and whose elements lie side by side along a dim that
-stays. Given: the two launches, and one scratch tensor for each reduction. Which number is added to which depends on sizes alone, so
-the results are equal from run to run, bit by bit; there are no atomics.
+Taken: a Program whose reductions need no other reduction and feed no element, and whose elements lie side by side along a dim
+that stays. Given: the two launches, and one scratch tensor for each reduction. Which number is added to which depends on sizes
+alone and nothing is added atomically, so the results are equal from run to run, bit by bit.
 """
 
 from __future__ import annotations
@@ -200,9 +200,7 @@ def _partial_part(found: _Columns, scratch: Sequence[Scratch]) -> Part:
             store = program.stores[position]
             strides, offset = turn.moved(store.strides, store.offset)
             stores.append(replace(store, value=copier.copy(store.value), strides=strides, offset=offset, guard=guard))
-    stores += [
-        Store(operand=-1 - n, value=combined[number], strides=found.strides) for n, number in enumerate(found.reductions)
-    ]
+    stores += [Store(operand=-1 - n, value=combined[number], strides=found.strides) for n, number in enumerate(found.reductions)]
     return copier.part(stores, scratch, _PARTIAL, "partial", is_reduced=False)
 
 

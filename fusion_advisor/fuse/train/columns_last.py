@@ -1,9 +1,9 @@
-"""Sums over rows as late as the row's own ops allow: the gradient of a norm's weight waits for the gradient of the norm's input.
+"""Sums over rows as late as the row's own ops allow: the gradient of a norm's weight waits for that of the norm's input.
 
-Both read the same tensors. Autograd computes the weight's gradient in the midst of the input's, and a chain's kernel runs before the
-first op outside the chain that reads a result of it. So the input's gradient would be two kernels. Nothing waits for a weight's
-gradient, so its ops move down to the next op that no chain takes, a product of matrices mostly: no further, because what they read
-is kept until then.
+Both read the same tensors. Autograd computes the weight's gradient in the midst of the input's, and a chain's kernel runs before
+the first op outside the chain that reads a result of it. So the input's gradient would be two kernels. Nothing waits for a
+weight's gradient, so its ops move down to the next op that no chain takes, a product of matrices mostly. They go no further,
+because what they read is kept until then.
 """
 
 from __future__ import annotations
@@ -30,17 +30,13 @@ def sink_column_sums(graph_module: GraphModule) -> GraphModule:
     nodes = list(graph_module.graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
     for node in nodes:
-        if not _sums_columns(node):
+        below = _below(node) if _sums_columns(node) else None
+        if below is None:
             continue
-        moved = _below(node)
-        if moved is None:
-            continue
-        moved = sorted(_above(moved), key=place.__getitem__)
-        barrier = next(
-            other for other in nodes[place[node] + 1 :] if other.op == "output" or (other not in moved and not _is_light(other))
-        )
-        for other in moved:
-            barrier.prepend(other)
+        barrier = next(one for one in nodes[place[node] + 1 :] if not _is_light(one))
+        moved = {one for one in _above(below) if place[one] < place[barrier]}
+        for one in sorted(moved, key=place.__getitem__):
+            barrier.prepend(one)
     graph_module.graph.lint()
     graph_module.recompile()
     return graph_module
@@ -49,15 +45,20 @@ def sink_column_sums(graph_module: GraphModule) -> GraphModule:
 def _is_light(node: Node) -> bool:
     if node.target is operator.getitem or node.target in _CASTS:
         return True
-    is_atom = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-    return is_atom and not node.target._schema.is_mutable and class_of(base_name(str(node.target))) in _LIGHT  # type: ignore[union-attr]
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return not node.target._schema.is_mutable and _class(node) in _LIGHT
 
 
 def _sums_columns(node: Node) -> bool:
     if node.target is _ATEN.native_layer_norm_backward.default:
         mask = node.args[-1]
         return isinstance(mask, list | tuple) and not mask[0]
-    if node.target is not _ATEN.sum.dim_IntList or not isinstance(node.args[0], Node) or not isinstance(node.args[1], list | tuple):
+    if (
+        node.target is not _ATEN.sum.dim_IntList
+        or not isinstance(node.args[0], Node)
+        or not isinstance(node.args[1], list | tuple)
+    ):
         return False
     rank = node.args[0].meta["val"].dim()
     dims = sorted(int(dim) % rank for dim in node.args[1] if isinstance(dim, int)) if rank else []

@@ -1,8 +1,8 @@
 """Reductions over leading dims: a bias's gradient is the sum of all rows of its layer's.
 
-In: an op that reduces leading dims, and the index of one of its elements. Out: the index of what is reduced, and the loops that run
-over it. The Program that becomes of it is a reduced one like any other, with the rows of memory as its last dim: its columns are as
-far apart as rows are. ``codegen.split.column_sums`` makes launches of it that read memory in order.
+In: an op that reduces leading dims, and the index of one of its elements. Out: the index of what is reduced, and the loops that
+run over it. Its Program is a reduced one like any other, with the rows of memory as its last dim: its columns are as far apart as
+rows are. ``codegen.split.column_sums`` makes launches of it that read memory in order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fusion_advisor.records import OpNode
 
 if TYPE_CHECKING:
     from fusion_advisor.lowering.builder.builder import Lowering
+
 
 def has_columns(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int]) -> bool:
     """Whether some member of a chain reduces leading dims.

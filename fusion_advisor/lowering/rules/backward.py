@@ -200,5 +200,6 @@ BACKWARD: dict[str, Rule] = {
     "native_dropout_backward": _of_dropout,
 }  # fmt: skip
 """Of ops that compute element by element."""
-ROWS_BACKWARD: dict[str, Rule] = {"_softmax_backward_data": _of_softmax, "_log_softmax_backward_data": _of_softmax, "nll_loss_backward": _of_nll_loss,
+ROWS_BACKWARD: dict[str, Rule] = {
+    "_softmax_backward_data": _of_softmax, "_log_softmax_backward_data": _of_softmax, "nll_loss_backward": _of_nll_loss,
 }  # fmt: skip
