@@ -117,15 +117,21 @@ def reduces_columns(op: OpNode, ops: Mapping[int, OpNode] | Sequence[OpNode]) ->
     if not isinstance(source, Ref):
         return False
     if op.target == "getitem":
-        return op.args[1] != 0 and overload_free(ops[source.index].target) == "native_layer_norm_backward"
+        return op.args[1] != 0 and op.args[1] in _norm_gradients(ops[source.index])
     name = overload_free(op.target)
     if name == "native_layer_norm_backward":
-        return op.args[-1] == (False, *op.args[-1][1:]) if isinstance(op.args[-1], tuple) else False
+        return 0 not in _norm_gradients(op)
     if name not in _REDUCERS or len(ops[source.index].outputs) != 1:
         return False
     rank = len(ops[source.index].outputs[0].shape)
     dims = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim")
     return is_leading(reduced_dims(dims, rank), rank)
+
+
+def _norm_gradients(op: OpNode) -> tuple[int, ...]:
+    """Which results a layer norm's backward op is asked for; none of any other op."""
+    mask = op.args[-1] if overload_free(op.target) == "native_layer_norm_backward" else ()
+    return tuple(number for number, is_wanted in enumerate(mask) if is_wanted) if isinstance(mask, tuple) else ()
 
 
 def for_columns_alone(ops: Sequence[OpNode]) -> frozenset[int]:

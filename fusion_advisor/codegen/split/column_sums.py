@@ -1,10 +1,10 @@
 """Reductions over the rows of memory as two launches, with the ops before them inside: a bias's gradient and what it sums.
 
 A Program's columns are its last dim, and those of a bias's gradient are as far apart as rows of memory are. One program for each
-row of the Program would read 2 bytes of every cache line, and a layer of 768 features has too few of them for a GPU. So:
+row of the Program would read 2 bytes of every cache line, and a layer of 768 features has too few of them for a GPU:
 
-1. ``partial``: neighbouring threads take neighbouring elements of memory, each thread the same one of up to 16 rows, whose results
-   it combines. What the chain writes for each element (a layer's gradient) is written here. The launch gives one number for each
+1. ``partial``: neighbouring threads take neighbouring elements of memory, each thread one of them in up to 16 rows,
+   which it combines. What the chain writes for each element (a layer's gradient) is written here. It gives one number for each
    block of rows and each column.
 2. the kernel itself: combines these numbers, column by column, and does what follows from the result (a cast).
 
