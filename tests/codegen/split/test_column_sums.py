@@ -29,7 +29,7 @@ SHAPES = [(640, 128), (641, 131), (2100, 33), (4099, 16), (70, 1000)]
 
 
 def bias_gradient(gradient, x):
-    found = _aten.gelu_backward(gradient, x)
+    found = _aten.tanh_backward(gradient, x)
     return found, found.sum((0,), keepdim=True)
 
 
@@ -105,7 +105,7 @@ def test_nothing_else_is_cut(function, shape):
     assert split_columns(lowered.program) is None
 
 
-ROWS_AND_COLUMNS = [(640, 128), (641, 131), (1, 300), (7, 5)]
+ROWS_AND_COLUMNS = [(640, 128), (641, 131), (1, 40), (7, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -172,6 +172,7 @@ def test_cpp_is_as_near_to_fp64_as_eager_and_bit_equal_from_run_to_run(tmp_path)
     judge(CppBackend(), tmp_path)
 
 
+@pytest.mark.slow
 def test_triton_is_as_near_to_fp64_as_eager_and_bit_equal_from_run_to_run(tmp_path):
     script = (
         "import pathlib, sys\n"
