@@ -1,6 +1,7 @@
 """Find maximal pointwise/reduction chains on the data-flow graph (not on neighbouring kernel names).
 
-Ops are visited in order; each tries to join the groups of its producers, looking through views. Two groups may become one when
+Ops are visited in order; each tries to join the groups of its producers, looking through views. Sums of columns come last, with
+what only they read: a norm's gradient keeps the ops that its rows and its columns share. Two groups may become one when
 
 - one kernel can compute the result: the caller's ``judge`` lowers it and answers with the bytes it must move, or a reason;
 - no path leaves the group and comes back (such a kernel would wait for itself);
@@ -26,8 +27,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fusion_advisor.chains.group import Group, HasKernel, Judge, Verdict
-from fusion_advisor.chains.op_inputs import depends_on_inputs, inputs_of, is_candidate, references, relaid_norm, writes_by_number
+from fusion_advisor.chains.group import Group, HasKernel, Judge, Verdict, is_convex
+from fusion_advisor.chains.op_inputs import (
+    depends_on_inputs,
+    for_columns_alone,
+    inputs_of,
+    is_candidate,
+    reduces_columns,
+    references,
+    relaid_norm,
+    returns_several,
+    viewed,
+    writes_by_number,
+)
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref
 
 MOST_MEMBERS = 96
@@ -86,9 +98,9 @@ class _Finder:
         self.verdict_of: dict[frozenset[int], tuple[tuple[int, ...], Verdict]] = {}
 
     def grow(self) -> None:
-        """Let every op join the groups of its producers."""
-        depends = depends_on_inputs(self.ops)
-        for op in self.ops:
+        """Let every op join the groups of its producers; sums of columns, and what only they read, once all others have."""
+        depends, late = depends_on_inputs(self.ops), for_columns_alone(self.ops)
+        for op in sorted(self.ops, key=lambda op: op.index in late):
             alone = self._alone(op)
             if alone is None or not depends[op.index]:
                 continue
@@ -96,7 +108,7 @@ class _Finder:
             if len(alone) > 1 and not (judged[1].is_fusible and self._is_in_order(alone)):
                 continue
             self._accept(alone, judged)
-            if not judged[1].is_fusible:
+            if not judged[1].is_fusible or (op.index in late and not reduces_columns(op, self.ops)):
                 continue
             for producer, glue in self._producers(alone):
                 self._try_merge(op.index, producer, glue)
@@ -107,7 +119,9 @@ class _Finder:
         norm = relaid_norm(op, self.ops)
         if norm is not None and norm in self.group_of:
             return self.group_of[norm] | {op.index}
-        return frozenset({op.index}) if is_candidate(op, self.ops) else None
+        if not is_candidate(op, self.ops):
+            return None
+        return frozenset({op.index, *self.users[op.index]}) if returns_several(op) else frozenset({op.index})
 
     def pair(self, has_kernel: HasKernel) -> None:
         """Let a group share the launch of the one before it that has equal ops, where both read a value and there is a kernel."""
@@ -142,7 +156,7 @@ class _Finder:
         if group is None or not self.verdict_of[group][1].is_fusible:
             return False
         members = group | glue | writes
-        if not self._is_convex(members) or not self._may_write(members):
+        if not is_convex(members, self.ancestors) or not self._may_write(members):
             return False
         judged = self._judge(members)
         if not judged[1].is_fusible or not self._is_in_order(members) or not has_kernel(tuple(sorted(members)), judged[0]):
@@ -181,7 +195,7 @@ class _Finder:
     def _share_launch(self, one: frozenset[int], other: frozenset[int], has_kernel: HasKernel) -> bool:
         reads = [{self._computed(source) for source in self._read_by(group)} for group in (one, other)]
         both = one | other
-        if reads[0].isdisjoint(reads[1]) or not self._is_convex(both):
+        if reads[0].isdisjoint(reads[1]) or not is_convex(both, self.ancestors):
             return False
         judged = self._judge(both)
         if not judged[1].is_fusible or not self._is_in_order(both) or not has_kernel(tuple(sorted(both)), judged[0]):
@@ -275,13 +289,9 @@ class _Finder:
     def _behind_views(self, index: int) -> tuple[int, frozenset[int]]:
         """The op that computed what a view shows, and the views in between."""
         glue: set[int] = set()
-        while (
-            self.ops[index].op_class is OpClass.VIEW
-            and self.ops[index].args
-            and isinstance(viewed := self.ops[index].args[0], Ref)
-        ):
+        while (shown := viewed(self.ops[index], self.ops)) is not None:
             glue.add(index)
-            index = viewed.index
+            index = shown
         return index, frozenset(glue)
 
     def _try_merge(self, index: int, producer: int, glue: frozenset[int]) -> None:
@@ -289,7 +299,7 @@ class _Finder:
         if mine is theirs or not self.verdict_of[theirs][1].is_fusible:
             return
         merged = mine | theirs | glue
-        if len(merged) > MOST_MEMBERS or merged in self.refused or not self._is_convex(merged):
+        if len(merged) > MOST_MEMBERS or merged in self.refused or not is_convex(merged, self.ancestors):
             return
         judged = self._judge(merged)
         if judged[1].is_fusible and self._is_in_order(merged):
@@ -300,22 +310,8 @@ class _Finder:
     def _accept(self, members: frozenset[int], judged: tuple[tuple[int, ...], Verdict]) -> None:
         self.verdict_of[members] = judged
         for member in members:
-            if self.ops[member].op_class is not OpClass.VIEW:
+            if viewed(self.ops[member], self.ops) is None:
                 self.group_of[member] = members
-
-    def _is_convex(self, members: frozenset[int]) -> bool:
-        mask = sum(1 << member for member in members)
-        above = 0
-        for member in members:
-            above |= self.ancestors[member]
-        first = min(members)
-        between = (above & ~mask) >> first
-        while between:
-            lowest = (between & -between).bit_length() - 1
-            if self.ancestors[first + lowest] & mask:
-                return False
-            between &= between - 1
-        return True
 
     def outputs(self, members: frozenset[int]) -> tuple[int, ...]:
         """Members whose values are read outside, a view standing for the member whose storage it shows."""

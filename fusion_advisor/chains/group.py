@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -33,3 +33,24 @@ class Group:
     """In order; views that only glue the chain together included."""
     outputs: tuple[int, ...]
     verdict: Verdict
+
+
+def is_convex(members: frozenset[int], ancestors: Sequence[int]) -> bool:
+    """Whether no path leaves a group and comes back: such a kernel would wait for itself.
+
+    Args:
+        members: of the group.
+        ancestors: for each op the set of all that it is computed from, itself included, as the bits of a number.
+    """
+    mask = sum(1 << member for member in members)
+    above = 0
+    for member in members:
+        above |= ancestors[member]
+    first = min(members)
+    between = (above & ~mask) >> first
+    while between:
+        lowest = (between & -between).bit_length() - 1
+        if ancestors[first + lowest] & mask:
+            return False
+        between &= between - 1
+    return True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref
-from fusion_advisor.records.op_facts import reads_by_number, reads_elsewhere
+from fusion_advisor.records.op_facts import SEVERAL_RESULTS, overload_free, reads_by_number, reads_elsewhere
 
 
 def references(argument: Arg) -> Iterable[int]:
@@ -46,7 +46,110 @@ def is_candidate(op: OpNode, ops: Sequence[OpNode] = ()) -> bool:
     arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION)
     is_choice = op.target.startswith(("aten.cat.", "aten.stack."))
     moves = is_choice or reads_by_number(op.target) or reads_elsewhere(op.target)
-    return (arithmetic or moves or copies_runs(op, ops)) and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
+    if op.mutates or not (arithmetic or moves or copies_runs(op, ops) or converts(op, ops)):
+        return False
+    if len(op.outputs) != 1:
+        return returns_several(op)
+    return op.outputs[0].shape != ()
+
+
+def converts(op: OpNode, ops: Sequence[OpNode]) -> bool:
+    """Whether an op converts a tensor to another dtype, as autograd's graphs write a cast.
+
+    Args:
+        op: the op.
+        ops: all ops of the capture; none: it is no cast.
+    """
+    source = op.args[0] if op.args else None
+    if not ops or not op.target.startswith("aten._to_copy.") or not isinstance(source, Ref):
+        return False
+    before, after = ops[source.index].outputs, op.outputs
+    return len(before) == len(after) == 1 and before[0].dtype != after[0].dtype and before[0].device == after[0].device
+
+
+def returns_several(op: OpNode) -> bool:
+    """Whether an op returns several tensors, each of which a kernel can compute (``native_layer_norm``)."""
+    return op.target.startswith("aten.") and overload_free(op.target) in SEVERAL_RESULTS
+
+
+def viewed(op: OpNode, ops: Sequence[OpNode]) -> int | None:
+    """Return the op whose value a view shows; None for what computes, one tensor of several results included.
+
+    Args:
+        op: the op.
+        ops: all ops of the capture.
+    """
+    source = op.args[0] if op.op_class is OpClass.VIEW and op.args else None
+    if not isinstance(source, Ref) or (op.target == "getitem" and returns_several(ops[source.index])):
+        return None
+    return source.index
+
+
+_REDUCERS = frozenset(["sum", "mean", "amax", "amin"])
+
+
+def reduced_dims(dims: Arg, rank: int) -> tuple[int, ...]:
+    """Return the dims that a reduction's argument names, counted from the first; all where it names none.
+
+    Args:
+        dims: one, several or None.
+        rank: how many dims there are.
+    """
+    if dims is None or dims == ():
+        return tuple(range(rank))
+    given = dims if isinstance(dims, tuple) else (dims,)
+    return tuple(sorted(int(dim) % rank for dim in given if isinstance(dim, int)))
+
+
+def is_leading(dims: Sequence[int], rank: int) -> bool:
+    """Whether some dims are the first ones of ``rank``, and others follow."""
+    return 0 < len(dims) < rank and list(dims) == list(range(len(dims)))
+
+
+def reduces_columns(op: OpNode, ops: Mapping[int, OpNode] | Sequence[OpNode]) -> bool:
+    """Whether an op reduces leading dims, as the gradient of a bias sums rows; also one of the results of such an op.
+
+    Args:
+        op: the op.
+        ops: all ops of the capture.
+    """
+    source = op.args[0] if op.args else None
+    if not isinstance(source, Ref):
+        return False
+    if op.target == "getitem":
+        return op.args[1] != 0 and op.args[1] in _norm_gradients(ops[source.index])
+    name = overload_free(op.target)
+    if name == "native_layer_norm_backward":
+        return 0 not in _norm_gradients(op)
+    if name not in _REDUCERS or len(ops[source.index].outputs) != 1:
+        return False
+    rank = len(ops[source.index].outputs[0].shape)
+    dims = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim")
+    return is_leading(reduced_dims(dims, rank), rank)
+
+
+def _norm_gradients(op: OpNode) -> tuple[int, ...]:
+    """Which results a layer norm's backward op is asked for; none of any other op."""
+    mask = op.args[-1] if overload_free(op.target) == "native_layer_norm_backward" else ()
+    return tuple(number for number, is_wanted in enumerate(mask) if is_wanted) if isinstance(mask, tuple) else ()
+
+
+def for_columns_alone(ops: Sequence[OpNode]) -> frozenset[int]:
+    """Return the ops that reduce columns, and those whose value nothing else reads.
+
+    Args:
+        ops: all ops of a capture.
+    """
+    readers: list[set[int]] = [set() for _ in ops]
+    for op in ops:
+        for source in inputs_of(op):
+            readers[source].add(op.index)
+    found: set[int] = set()
+    for op in reversed(ops):
+        read = readers[op.index]
+        if reduces_columns(op, ops) or (read and read <= found and op.op_class in (OpClass.POINTWISE, OpClass.VIEW)):
+            found.add(op.index)
+    return frozenset(found)
 
 
 _COPIES = ("aten.contiguous.", "aten.clone.", "aten.reshape.")

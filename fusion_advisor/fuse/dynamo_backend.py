@@ -39,6 +39,8 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.fuse.train.columns_last import sink_column_sums
+from fusion_advisor.fuse.train.gradient_parts import split_norm_gradients
 from fusion_advisor.fuse.train.journal import Journal
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.library.patterns import library_on_demand
@@ -164,6 +166,11 @@ def _given_names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> t
     return names, ("input",) * len(args)
 
 
+def _pass_copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Return a pass that may be changed, in ops of which each sums along one side, sums of columns last."""
+    return sink_column_sums(split_norm_gradients(autograd_graphs.copied_graph(graph_module)))
+
+
 def _differentiable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
     """Return the graph in ATen ops as the model calls them; None where it holds an op of graphs (a checkpoint)."""
     holds_graphs = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph_module.graph.nodes)
@@ -285,7 +292,7 @@ def fuse_graph(
 
         def half(traced: torch.fx.GraphModule, training_pass: str) -> _FirstCall:
             return _FirstCall(
-                traced, options=replace(options, freeze=False, effort="quick"), trace=autograd_graphs.copied_graph,
+                traced, options=replace(options, freeze=False, effort="quick"), trace=_pass_copy,
                 optimiser=functools.partial(optimiser, check=None), names=_given_names, training_pass=training_pass,
             )  # fmt: skip
 

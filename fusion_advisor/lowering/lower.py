@@ -21,6 +21,7 @@ from fusion_advisor.ir.affine_index import CutLoop
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.loop_nest import Nest
 from fusion_advisor.lowering.builder.builder import Lowering
+from fusion_advisor.lowering.builder.columns import refuse_read_back
 from fusion_advisor.lowering.builder.lowered import Lowered
 from fusion_advisor.lowering.builder.side_by_side import side_by_side
 from fusion_advisor.lowering.rules.gather import READS_ONE
@@ -33,7 +34,7 @@ from fusion_advisor.records.op_facts import overload_free
 __all__ = ["Lowered", "Lowering", "lower"]
 
 _MOST_CUTS = 8
-_NO_ROWS = READS_ONE | WINDOWED.keys() | {"adaptive_avg_pool2d"}
+_NO_ROWS = READS_ONE | WINDOWED.keys() | {"adaptive_avg_pool2d", "nll_loss_backward"}
 """Reductions to torch that reduce no rows of the loop nest."""
 
 
@@ -95,6 +96,8 @@ def _lower_nest(
             lowering = Lowering(ops, members, outputs, nest, RULES, is_exact=is_exact)
             lowered = lowering.run()
             _refuse_unread_ids(lowering)
+            if lowering.has_columns:
+                refuse_read_back(lowered.program)
             return lowered
         except CutLoop as cut:
             nest = nest.cut(cut.variable, cut.inner)

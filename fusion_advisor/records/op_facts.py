@@ -16,6 +16,9 @@ ITEM_BYTES: Mapping[str, int] = {
 ROWS_OPERAND: Mapping[str, int] = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0}
 """Ops that read a tensor where another tensor says, and that tensor's position. They move what they return, not all of it."""
 
+SEVERAL_RESULTS = frozenset(["native_layer_norm", "native_layer_norm_backward"])
+"""Ops that return several tensors and are lowered tensor by tensor."""
+
 RESAMPLES = frozenset(
     ["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"]
 )

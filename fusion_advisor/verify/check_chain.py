@@ -16,7 +16,7 @@ import torch
 from fusion_advisor.records import ULP_ENDS, Numerics, TensorMeta, Tolerance
 from fusion_advisor.verify import special_inputs, special_values
 from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
-from fusion_advisor.verify.domains import within_domain
+from fusion_advisor.verify.domains import has_moments, within_domain
 from fusion_advisor.verify.row_tables import random_table
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
@@ -151,7 +151,13 @@ def _compare_all(
         for answer, expected, exact, other, mask in zip(answers, eager, oracle, nearby, reach, strict=True):
             results = special_values.Results(fused=answer, eager=expected, oracle=exact, nearby=other).at(mask)
             special_values.compare(
-                title, results, findings, tolerance=tolerance, has_sums=chain.has_sums, sums_overflow=sums_overflow
+                title,
+                results,
+                findings,
+                tolerance=tolerance,
+                has_sums=chain.has_sums,
+                sums_overflow=sums_overflow,
+                has_moments=has_moments(chain),
             )
 
 

@@ -14,6 +14,18 @@ from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
 _LOG_SOFTMAX = torch.ops.aten._log_softmax_backward_data.default
 
+_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
+
+
+def has_moments(chain: OriginalChain) -> bool:
+    """Whether an op of a chain writes or reads a row's mean.
+
+    Args:
+        chain: the original ops of a site.
+    """
+    return any(node.target in (_LAYER_NORM, _LAYER_NORM_BACKWARD) for node in chain.nodes)
+
 
 def log_probabilities(chain: OriginalChain) -> frozenset[int]:
     """Return the numbers of the roots that an op of a chain reads as logarithms of probabilities.

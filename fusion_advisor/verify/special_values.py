@@ -36,6 +36,7 @@ OVERFLOW = "elements are fp64's, where the original overflows"
 ON_THE_WAY = "elements are neither fp64's nor the original's, where both overflow in a reduction on the way"
 SUBNORMAL = "subnormal elements differ from the original's: one of the two flushes them to zero"
 ORDER = "elements differ from the original's, where sums of the largest numbers overflow in one order and not in another"
+NO_NUMBER = "elements are NaN for an infinity or the other way, where a row's mean is no number"
 ZERO = "zeros have the other sign than the original's"
 
 
@@ -94,6 +95,7 @@ def compare(
     tolerance: Tolerance | None = None,
     has_sums: bool = False,
     sums_overflow: bool = False,
+    has_moments: bool = False,
 ) -> None:
     """Compare one result on special values, row by row; what is found is added to ``findings``.
 
@@ -105,6 +107,8 @@ def compare(
         has_sums: the ops add numbers up. A sum that is zero has the sign that the order of its terms gives it: there another sign
             is a declared exception, elsewhere a fault.
         sums_overflow: the inputs are such that only some orders of a sum's terms overflow: what differs is a declared exception.
+        has_moments: the ops write or read a row's mean. Whether that is an infinity or NaN for a row that holds an infinity
+            depends on the order in which eager updates it, and so does what is made of it: both are a declared exception there.
     """
     eager = results.eager
 
@@ -127,6 +131,10 @@ def compare(
     if has_sums:
         findings.declare(ON_THE_WAY, lost)
         passes |= lost
+    if has_moments:
+        no_number = ~sides.theirs.isfinite() & ~sides.ours.isfinite() & ~passes
+        findings.declare(NO_NUMBER, no_number)
+        passes |= no_number
     findings.declare(SUBNORMAL, sides.tiny & ~sides.same & ~sides.near)
     signs = sides.zeros_of_other_sign()
     # Where an op of eager rounds a tiny value to 0 on the way, its sign may be lost; the exact result's sign decides.

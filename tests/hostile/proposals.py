@@ -121,6 +121,10 @@ _OWN: dict[str, tuple[float, Proposal]] = {
             "linalg.vector_norm",
         )
     },
+    "nll_loss_backward": (0.6, rows.loss_gradient),
+    "native_layer_norm": (1.0, rows.norm_with_statistics),
+    "native_layer_norm_backward": (1.0, rows.norm_gradient),
+    "column sum": (1.5, rows.column_sum),
     "softmax": (3.0, rows.softmax("softmax")),
     "log_softmax": (1.5, rows.softmax("log_softmax")),
     "layer_norm": (3.0, rows.layer_norm),

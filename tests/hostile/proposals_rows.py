@@ -110,3 +110,49 @@ def softmax_gradient(of: str) -> Proposal:
         return f"torch.ops.aten._{of}_backward_data.default({x}, torch.{of}({x}, {dim}), {dim}, {x}.dtype)"
 
     return propose
+
+
+def norm_with_statistics(d: Draw) -> str:
+    """Call the layer norm of a forward pass and take one of its results."""
+    x = d.float(1)
+    shape = tuple(d.values[x].shape[-1:])
+    parts = [d.input(shape, d.values[x].dtype, layout="dense") if d.chance(0.6) else "None" for _ in range(2)]
+    return f"torch.ops.aten.native_layer_norm.default({x}, {list(shape)}, {', '.join(parts)}, 1e-5)[{d.pick('0', '1', '2')}]"
+
+
+def norm_gradient(d: Draw) -> str:
+    """Call the gradients of a layer norm, with the statistics of its own input: those of another one torch never gets."""
+    x = d.any(lambda value: value.is_floating_point() and value.dim() >= 2 and 0 not in value.shape)
+    shape = tuple(d.values[x].shape[-1:])
+    weight = d.input(shape, d.values[x].dtype, layout="dense") if d.chance(0.6) else "None"
+    gradient = d.input(tuple(d.values[x].shape), d.values[x].dtype)
+    result = int(d.pick("0", "1", "2") if weight != "None" else "0")
+    mask = [result == 0, result != 0, result != 0]
+    norm = f"torch.ops.aten.native_layer_norm.default({x}, {list(shape)}, {weight}, None, 1e-5)"
+    return (
+        f"torch.ops.aten.native_layer_norm_backward.default({gradient}, {x}, {list(shape)}, {norm}[1], {norm}[2], {weight}, "
+        f"{weight}, {mask})[{result}]"
+    )
+
+
+def loss_gradient(d: Draw) -> str:
+    """Call the gradient of ``nll_loss`` on logarithms of probabilities."""
+    x = d.any(lambda value: value.is_floating_point() and value.dim() == 2 and 0 not in value.shape)
+    rows, classes = d.values[x].shape
+    target = d.input((rows,), torch.int64, below=classes, layout="dense")
+    reduction = d.random.choice([0, 1, 2])
+    gradient = d.input((rows,) if reduction == 0 else (), d.values[x].dtype, layout="dense", values="normal")
+    total = f"torch.full((), {rows}, dtype={x}.dtype, device={x}.device)"
+    ignored = d.pick("-100", "0")
+    return (
+        f"torch.ops.aten.nll_loss_backward.default({gradient}, functional.log_softmax({x}, -1), {target}, None, {reduction}, "
+        f"{ignored}, {total})"
+    )
+
+
+def column_sum(d: Draw) -> str:
+    """Reduce leading dims."""
+    x = d.float(2)
+    count = d.random.choice(range(1, d.values[x].dim()))
+    name = d.pick("sum", "sum", "mean", "amax", "amin")
+    return f"torch.{name}({x}, dim={tuple(range(count))}, keepdim={d.pick('True', 'False')})"

@@ -7,8 +7,9 @@ import torch
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.chains.op_inputs import viewed
 from fusion_advisor.lowering.lower import lower
-from fusion_advisor.records import OpClass, Ref
+from fusion_advisor.records import Ref
 from tests.kernel_cases.evaluate import evaluate
 
 
@@ -25,8 +26,8 @@ def lower_function(function, *inputs, **kind):
     ops = records(function, *inputs, **kind)
     returned = ops[-1].args[0]
     outputs = [ref.index for ref in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(ref, Ref)]
-    while any(ops[index].op_class is OpClass.VIEW for index in outputs):
-        outputs = [ops[index].args[0].index if ops[index].op_class is OpClass.VIEW else index for index in outputs]
+    while any(viewed(ops[index], ops) is not None for index in outputs):
+        outputs = [index if (shown := viewed(ops[index], ops)) is None else shown for index in outputs]
     members = [op.index for op in ops if op.role == "op"]
     return lower(ops, members, outputs), ops
 

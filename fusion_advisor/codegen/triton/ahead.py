@@ -13,7 +13,7 @@ from typing import Any
 
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of
 from fusion_advisor.codegen.common.interface import Rendered
-from fusion_advisor.codegen.split.channel_groups import split_groups
+from fusion_advisor.codegen.split.choose import split_program
 from fusion_advisor.codegen.split.several import rendered_parts
 from fusion_advisor.codegen.triton.backend import load_source
 from fusion_advisor.codegen.triton.direct_launch import compile_options, warmed
@@ -73,7 +73,7 @@ def compile_ahead(program: Program, rendered: Rendered, arch: int) -> None:
 
     driver.set_active(TargetOnly(arch))
     if rendered.parts:
-        for own, one in rendered_parts(program, rendered, split_groups):
+        for own, one in rendered_parts(program, rendered, split_program):
             compile_ahead(own, one, arch)
         return
     calls = calls_of(program, flatten_rows=False)

@@ -41,7 +41,7 @@ from fusion_advisor.codegen.common.interface import (
     environment,
 )
 from fusion_advisor.codegen.common.printer import Unsupported
-from fusion_advisor.codegen.split.channel_groups import split_groups
+from fusion_advisor.codegen.split.choose import split_program
 from fusion_advisor.codegen.split.several import SeveralKernels, render_parts, rendered_parts
 from fusion_advisor.codegen.triton.body import looped, rows_stay_cached, straight
 from fusion_advisor.codegen.triton.direct_launch import TritonLauncher, compile_options, last_cause
@@ -82,7 +82,7 @@ class TritonBackend:
             KernelBuildFailed: the Program holds an op that Triton cannot express.
             ValueError: a Program of ``elsewhere`` has another layout.
         """
-        if not elsewhere and (parts := split_groups(program)) is not None:
+        if not elsewhere and (parts := split_program(program)) is not None:
             return render_parts(self, parts, header, fast_math=fast_math)
         calls = calls_of(program, flatten_rows=False)
         arguments = open_arguments(program, elsewhere, flatten_rows=False)
@@ -131,7 +131,7 @@ class TritonBackend:
         if rendered.parts:
             text = rendered.file_text
             kernels = [TritonKernel(_for_here(replace(one, text=text)), path) for one in rendered.parts]
-            return SeveralKernels(rendered, kernels, split_groups)
+            return SeveralKernels(rendered, kernels, split_program)
         return TritonKernel(_for_here(rendered), path)
 
 
@@ -248,7 +248,7 @@ def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[s
         KernelBuildFailed: the cause is Triton's last line.
     """
     if rendered.parts:
-        return [assembly_for(*one, target) for one in rendered_parts(program, rendered, split_groups)][-1]
+        return [assembly_for(*one, target) for one in rendered_parts(program, rendered, split_program)][-1]
     shape, integers = launch_of(calls_of(program, flatten_rows=False), rendered)
     scalars = [value for _, value in integers]
     dtypes = [operand.dtype for operand in program.operands]

@@ -12,7 +12,7 @@ from fusion_advisor.codegen.common.column_passes import column_passes
 from fusion_advisor.codegen.common.descriptor import Search
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of, largest
 from fusion_advisor.codegen.common.online_softmax import online_sums
-from fusion_advisor.codegen.split.channel_groups import split_groups
+from fusion_advisor.codegen.split.choose import split_program
 from fusion_advisor.codegen.triton.body import rows_stay_cached
 from fusion_advisor.codegen.triton.tiling import choose_shape, walks_columns
 from fusion_advisor.ir.program import TINY_ELEMENTS, Program, is_tiny
@@ -27,7 +27,7 @@ All loads are under way at once: 11 for each of 32 elements of a thread are more
 
 def search(program: Program) -> Search:
     """Return block sizes and warps worth trying for a Program."""
-    parts = split_groups(program)
+    parts = split_program(program)
     if parts is not None:  # each launch has its own
         return Search(shape_of=lambda _: "; ".join(repr(part.tuning) for part in parts.parts), tunings=[])
     plan = largest(calls_of(program, flatten_rows=False))

@@ -9,7 +9,7 @@ from fusion_advisor.codegen.common.horizontal_fusion import MULTIPLE, Call, call
 from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.site import Layout, SiteTensor, tensors_of
 from fusion_advisor.codegen.common.value_names import ValueNames
-from fusion_advisor.codegen.split.channel_groups import split_groups
+from fusion_advisor.codegen.split.choose import split_program
 from fusion_advisor.codegen.triton.direct_launch import compile_options
 from fusion_advisor.codegen.triton.launch import launch_of
 from fusion_advisor.codegen.triton.reference import torch_reference
@@ -88,7 +88,7 @@ def _rest(
 
 def _steps(program: Program, rendered: Rendered, given: Sequence[str]) -> list[str]:
     """Return the lines that launch a kernel of several parts, with scratch tensors between them."""
-    parts = split_groups(program)
+    parts = split_program(program)
     assert parts is not None
     lines = [
         f"scratch{n} = torch.empty({one.elements}, dtype=torch.{one.dtype}, device={given[0]}.device)"

@@ -13,6 +13,7 @@ from fusion_advisor.ir.dtypes import DTYPES, CannotLower, compute_dtype
 from fusion_advisor.ir.loop_nest import Nest
 from fusion_advisor.ir.program import Value
 from fusion_advisor.lowering.builder.collapse_loops import assemble
+from fusion_advisor.lowering.builder.columns import has_columns
 from fusion_advisor.lowering.builder.guards import decided_by, guard_of_rows
 from fusion_advisor.lowering.builder.integers import refuse_too_wide, wrapped
 from fusion_advisor.lowering.builder.lowered import Lowered, Result
@@ -33,6 +34,8 @@ class RuleTables:
     pointwise: Mapping[str, Rule]
     special: Mapping[str, Rule]
     """Reductions, gathers and other ops with an index of their own."""
+    results: Mapping[str, Callable[[Lowering, OpNode, int, Index], int]]
+    """Of ops that return several tensors: given which one is asked for."""
     views: Mapping[str, Callable[[OpNode, TensorMeta, Index], Index]]
     reshapes: Collection[str]
     views_too: Collection[str]
@@ -78,6 +81,8 @@ class Lowering(Values):
         self.reduced: frozenset[int] = frozenset()
         self.ids_are_all_read: dict[int, bool] = {}
         """By the op that reads at them."""
+        self.has_columns = has_columns(ops, members)
+        """Whether leading dims are reduced: what is smaller than the nest lies along its last dims."""
         self.unrolled: dict[int, None] = {}
         """Loops that are written out: their body is known to differ from turn to turn."""
         self.has_groups = False
@@ -131,7 +136,7 @@ class Lowering(Values):
         if len(shape) > len(nest.shape):
             raise CannotLower("FA603", f"an output of shape {shape} does not lie in the loop nest {nest.shape}")
         rows = len(nest.shape) - len(shape)
-        if is_rows and rows:  # keepdim=False over the trailing dims
+        if is_rows and rows and not self.has_columns:  # keepdim=False over the trailing dims
             return whole[: len(shape)]
         padded = (1,) * rows + shape
         if all(size in (1, full) for size, full in zip(padded, nest.shape, strict=True)):
@@ -287,6 +292,9 @@ class Lowering(Values):
             taken, number = (splitter.args or (None,))[0], op.args[1]
             if not isinstance(taken, Ref) or not isinstance(number, int):
                 raise CannotLower("FA601", f"{splitter.target} has several outputs")
+            if (one := self.rules.results.get(overload_free(splitter.target))) is not None:
+                result = one(self, splitter, number, where)
+                return self.rounded(result, op.outputs[0].dtype) if op.index in self._rounded else result
             return self.at(taken.index, self.rules.piece(splitter, self.meta(taken.index), number, where))
         before = self.meta(source.index)
         if name == "repeat_interleave":

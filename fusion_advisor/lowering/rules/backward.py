@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fusion_advisor.ir.affine_index import Index
-from fusion_advisor.ir.dtypes import CannotLower, argument_of
+from fusion_advisor.ir.affine_index import ORIGIN, Index
+from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
 from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.records import OpNode, Ref
 
@@ -167,6 +167,32 @@ def _of_softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
     return lowering.make("mul", here[1], lowering.make("sub", here[0], total))
 
 
+def _of_nll_loss(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """-gradient at each row's target, over the rows that count where the loss is their mean; 0 elsewhere.
+
+    A target out of range has no column, so nothing is read or written for it. The forward pass has stopped at it already.
+    """
+    gradient, source, target, total = op.args[0], op.args[1], op.args[2], op.args[6]
+    reduction, ignored = op.args[4], op.args[5]
+    assert isinstance(gradient, Ref) and isinstance(source, Ref) and isinstance(target, Ref) and isinstance(total, Ref)
+    shape, dtype = lowering.meta(source.index).shape, op.outputs[0].dtype
+    if op.args[3] is not None:
+        raise CannotLower("FA601", f"{op.target} with a weight for each class has no lowering")
+    if len(shape) != 2 or lowering.meta(target.index).dtype != "int64" or lowering.meta(gradient.index).dtype != dtype:
+        raise CannotLower("FA601", f"{op.target} of a shape {shape} has no lowering: it takes rows of classes and their targets")
+    assert isinstance(ignored, int)
+    row = where[:1] if shape[0] != 1 else (ORIGIN,)
+    own = lowering.at(target.index, row)
+    is_column = lowering.make("eq", lowering.place_value(where[1]), own, dtype="bool")
+    counts = lowering.make("ne", own, lowering.const(ignored, "int64"), dtype="bool")
+    compute = compute_dtype(dtype)
+    loss = lowering.at(gradient.index, row) if reduction == 0 else lowering.the_number(gradient.index, compute)
+    if reduction == 1:
+        loss = lowering.make("div", loss, lowering.the_number(total.index, compute))
+    is_target = lowering.make("and", is_column, counts, dtype="bool")
+    return lowering.make("where", is_target, lowering.make("neg", loss), lowering.const(0.0, compute), dtype=compute)
+
+
 BACKWARD: dict[str, Rule] = {
     "tanh_backward": _of_tanh, "sigmoid_backward": _of_sigmoid, "silu_backward": _of_silu, "gelu_backward": _of_gelu,
     "threshold_backward": _of_threshold, "leaky_relu_backward": _of_leaky_relu, "hardtanh_backward": _of_hardtanh,
@@ -174,4 +200,6 @@ BACKWARD: dict[str, Rule] = {
     "native_dropout_backward": _of_dropout,
 }  # fmt: skip
 """Of ops that compute element by element."""
-ROWS_BACKWARD: dict[str, Rule] = {"_softmax_backward_data": _of_softmax, "_log_softmax_backward_data": _of_softmax}
+ROWS_BACKWARD: dict[str, Rule] = {
+    "_softmax_backward_data": _of_softmax, "_log_softmax_backward_data": _of_softmax, "nll_loss_backward": _of_nll_loss,
+}  # fmt: skip

@@ -5,27 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fusion_advisor.chains.op_inputs import is_leading, reduced_dims
 from fusion_advisor.ir.affine_index import Index, loop
 from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
 from fusion_advisor.ir.program import Value
 from fusion_advisor.lowering.builder.builder import Rule
-from fusion_advisor.records import Arg, OpNode, Ref, TensorMeta
+from fusion_advisor.lowering.builder.columns import column_index
+from fusion_advisor.records import OpNode, Ref, TensorMeta
 
 if TYPE_CHECKING:
     from fusion_advisor.lowering.builder.builder import Lowering
 
 _EPSILON = {"float64": 2.220446049250313e-16, "float32": 1.1920928955078125e-07}
 """The epsilon of ``rms_norm`` where none is given: the one of the dtype that it computes in."""
-
-
-def _reduced_dims(op: OpNode, rank: int) -> tuple[int, ...]:
-    return _dims(argument_of(op, 1, "dim"), rank)
-
-
-def _dims(dims: Arg, rank: int) -> tuple[int, ...]:
-    if dims is None or dims == ():
-        return tuple(range(rank))
-    return (dims,) if isinstance(dims, int) else tuple(int(dim) for dim in dims)  # type: ignore[arg-type, union-attr]
 
 
 def _reduction(kind: str, *, is_mean: bool = False) -> Rule:
@@ -36,8 +28,11 @@ def _reduction(kind: str, *, is_mean: bool = False) -> Rule:
             raise CannotLower("FA601", f"{op.target} of booleans has no lowering")
         meta = lowering.meta(source.index)
         keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(dict(op.kwargs).get("keepdim", False))
-        dims = _reduced_dims(op, len(meta.shape))
-        inner, variables = lowering.reduction_index(op, meta, dims, where, keepdim=keepdim)
+        dims = reduced_dims(argument_of(op, 1, "dim"), len(meta.shape))
+        if is_leading(dims, len(meta.shape)):
+            inner, variables = column_index(lowering, op, meta.shape, len(dims), where, keepdim=keepdim)
+        else:
+            inner, variables = lowering.reduction_index(op, meta, dims, where, keepdim=keepdim)
         number = lowering.row_element(source.index, inner, op, variables)
         result = lowering.reduce(kind, number, variables)
         if is_mean:
@@ -73,7 +68,8 @@ def mean_of(lowering: Lowering, number: int, variables: frozenset[int]) -> int:
     return lowering.make("div", total, lowering.emit(Value(op="size", dim=-1, dtype=lowering.values[total].dtype)))
 
 
-def _layer_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
+def _layer_norm_parts(lowering: Lowering, op: OpNode, where: Index) -> tuple[int, int, int]:
+    """The element minus its row's mean, that mean, and one over the row's deviation."""
     value, inner, variables = _norm_parts(lowering, op, where)
     dtype = lowering.values[value].dtype
     mean = mean_of(lowering, value, variables)
@@ -82,8 +78,17 @@ def _layer_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     if inner != where:  # read at another place than its own row element (rotated, say)
         centred = lowering.make("sub", lowering.argument(op, 0, where), mean)
     eps = op.args[4] if len(op.args) > 4 else 1e-5
-    scale = lowering.make("rsqrt", lowering.make("add", variance, lowering.element(eps, where, op, dtype)))
+    return centred, mean, lowering.make("rsqrt", lowering.make("add", variance, lowering.element(eps, where, op, dtype)))
+
+
+def _layer_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
+    centred, _, scale = _layer_norm_parts(lowering, op, where)
     return _scaled(lowering, op, where, lowering.make("mul", centred, scale), weight=2, bias=3)
+
+
+def native_layer_norm(lowering: Lowering, op: OpNode, result: int, where: Index) -> int:
+    """The norm, its rows' means, or one over their deviations, which the backward pass reads."""
+    return _layer_norm(lowering, op, where) if result == 0 else _layer_norm_parts(lowering, op, where)[result]
 
 
 def _rms_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
@@ -195,7 +200,7 @@ def _variance(lowering: Lowering, op: OpNode, where: Index) -> int:
     correction = 1 if correction is None else correction
     assert isinstance(correction, int | float)
     meta = lowering.meta(source.index)
-    wanted = _dims(dims, len(meta.shape))
+    wanted = reduced_dims(dims, len(meta.shape))
     inner, variables = lowering.reduction_index(op, meta, wanted, where, keepdim=bool(keepdim))
     value = _widened(lowering, lowering.row_element(source.index, inner, op, variables), meta)
     dtype = lowering.values[value].dtype
@@ -223,7 +228,7 @@ def _vector_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     assert isinstance(source, Ref)
     order = argument_of(op, 1, "ord", argument_of(op, 1, "p", 2))
     meta = lowering.meta(source.index)
-    dims = _dims(argument_of(op, 2, "dim"), len(meta.shape))
+    dims = reduced_dims(argument_of(op, 2, "dim"), len(meta.shape))
     inner, variables = lowering.reduction_index(op, meta, dims, where, keepdim=bool(argument_of(op, 3, "keepdim", False)))
     value = lowering.row_element(source.index, inner, op, variables)
     if order == 2:
@@ -254,7 +259,7 @@ def _logsumexp(lowering: Lowering, op: OpNode, where: Index) -> int:
     assert isinstance(source, Ref)
     meta = lowering.meta(source.index)
     keepdim = bool(argument_of(op, 2, "keepdim", False))
-    inner, variables = lowering.reduction_index(op, meta, _dims(op.args[1], len(meta.shape)), where, keepdim=keepdim)
+    inner, variables = lowering.reduction_index(op, meta, reduced_dims(op.args[1], len(meta.shape)), where, keepdim=keepdim)
     value = lowering.row_element(source.index, inner, op, variables)
     dtype = lowering.values[value].dtype
     highest = lowering.reduce("max", value, variables)

@@ -11,6 +11,7 @@ from fusion_advisor.ir.dtypes import DTYPES, FLOATS, INTEGERS, CannotLower, comp
 from fusion_advisor.lowering.builder.builder import RuleTables
 from fusion_advisor.lowering.rules.backward import BACKWARD, ROWS_BACKWARD
 from fusion_advisor.lowering.rules.gather import GATHERS, GROUPED
+from fusion_advisor.lowering.rules.norm_backward import RESULTS
 from fusion_advisor.lowering.rules.pointwise import POINTWISE as _FORWARD
 from fusion_advisor.lowering.rules.reduction import SPECIAL as _ROWS
 from fusion_advisor.lowering.rules.resample import RESAMPLED
@@ -26,11 +27,12 @@ __all__ = [
 
 POINTWISE = {**_FORWARD, **BACKWARD}
 SPECIAL = {**_ROWS, **ROWS_BACKWARD, **GATHERS, **GROUPED, **RESAMPLED, **SHIFTED, **WINDOWED}
-LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
+LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES | frozenset(RESULTS) | {"repeat_interleave"}
 """Base names of the ATen ops that some kernel can compute."""
 RULES = RuleTables(
     pointwise=POINTWISE,
     special=SPECIAL,
+    results=RESULTS,
     views=VIEWS,
     reshapes=RESHAPES,
     views_too=frozenset(VIEWS) | RESHAPES | {"repeat_interleave"},

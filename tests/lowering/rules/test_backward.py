@@ -41,7 +41,8 @@ def drawn(*shape, seed=0):
 
 def test_every_rule_is_tested():
     tested = {name.partition("_backward")[0] + "_backward" for name in ACTIVATIONS}
-    assert tested == set(BACKWARD) and set(ROWS_BACKWARD) == {"_softmax_backward_data", "_log_softmax_backward_data"}
+    assert tested == set(BACKWARD)
+    assert set(ROWS_BACKWARD) == {"_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward"}
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 7), (2, 3, 4), (6,)], ids=str)
@@ -87,6 +88,32 @@ def test_scores_that_were_scaled_and_masked():
         return _aten._softmax_backward_data(g, x, -1, torch.float64).masked_fill(mask, 0.0) * 0.125
 
     check(scores, drawn(2, 4, 8), drawn(2, 4, 8, seed=1).softmax(-1), drawn(2, 4, 8, seed=2) > 0)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1, 3), (4, 1)], ids=str)
+@pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+def test_a_loss_has_its_gradient_at_the_target(reduction, shape):
+    rows, classes = shape
+    target = torch.arange(rows) * 3 % classes
+    target[rows // 2 :: 2] = -100
+    gradient = drawn(rows, seed=2) if reduction == 0 else drawn(1, seed=2).reshape(())
+    logs, total = drawn(*shape).log_softmax(-1), (target != -100).sum().double()
+    program = check(
+        lambda g, x, t, w: _aten.nll_loss_backward(g, x, t, None, reduction, -100, w), gradient, logs, target, total
+    )  # fmt: skip
+    read = [operand.element_count for operand in program.operands if not operand.is_output]
+    assert max(read) <= rows  # of the logarithms only the shape
+
+
+def test_the_gradient_of_cross_entropy_reads_the_logits_logarithms_once():
+    def logits_gradient(g, x, t, w):
+        loss = _aten.nll_loss_backward(g, x, t, None, 1, 2, w)
+        return _aten._log_softmax_backward_data(loss, x, 1, torch.float64).to(torch.float32)
+
+    target = torch.tensor([0, 2, 4, 2, 1, 3])
+    logs, one = drawn(6, 5).log_softmax(-1), torch.ones((), dtype=torch.float64)
+    program = check(logits_gradient, one, logs, target, 4 * one, rtol=1e-6, atol=1e-7)
+    assert program.moved_bytes == 6 * 5 * (8 + 4) + 6 * 8 + 8 + 8
 
 
 @pytest.mark.parametrize(

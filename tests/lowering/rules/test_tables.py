@@ -280,7 +280,7 @@ REFUSED = {
     "floor_division": (lambda x: torch.div(x, 2, rounding_mode="floor"), "FA601", "rounding mode"),
     "live_dropout": (lambda x: torch.dropout(x, 0.5, True) * 2, "FA601", ""),
     "no_rule": (lambda x: torch.lgamma(x) * 2, "FA601", "no lowering"),
-    "columns": (lambda x: x - x.mean(0, keepdim=True), "FA604", "trailing"),
+    "columns": (lambda x: x - x.mean(0, keepdim=True), "FA604", "kernel of its own"),
     "two_axes": (lambda x: x.sum(-1, keepdim=True) + x.sum((0, 1), keepdim=True), "FA604", ""),
     "reshape": (lambda x: torch.tanh(x).reshape(2, 6) * torch.tanh(x).sum(), "FA603", ""),
     "softmax_of_columns": (lambda x: torch.softmax(x, 0), "FA604", ""),
