@@ -106,7 +106,7 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
             reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
             file, line, _ = source_of(reader)
             where = f" ({file}:{line})" if file else ""
-            detail = "reads what a transform of torch.func computes: tracing does not follow it"
+            detail = "reads what a transform of torch.func computes, or the `.data` of a tensor: tracing follows neither"
             raise NotTraced(f"`{reader.name}`{where} {detail}")
 
 

@@ -170,7 +170,7 @@ def capture_regions(
     written.rewind()
     collector.hand_over(live)
     if not live.regions:
-        own = next((one.reason for one in live.breaks if one.reason == _OWN_GRADIENTS), None)
+        own = next((one.reason for one in live.breaks if one.reason == OWN_GRADIENTS), None)
         raise CannotCapture(model_id=model_id, detail=own or _NO_GRAPH)
     known = _known_tensors(model, args, kwargs)
     for place, region in enumerate(live.regions):
@@ -181,7 +181,7 @@ def capture_regions(
 
 
 _NO_GRAPH = "dynamo ran it op by op; every frame was skipped or broke at its first op"
-_OWN_GRADIENTS = "the model asks for gradients by itself (enable_grad), so the ops that they go through run as they are"
+OWN_GRADIENTS = "the model asks for gradients by itself (enable_grad), so the ops that they go through run as they are"
 
 
 class _Collector:
@@ -204,7 +204,7 @@ class _Collector:
         if self.compiled.later is not None:
             return self.compiled.later(graph_module, example_inputs)
         if dynamo.gives_gradients(graph_module):
-            self._breaks.append(GraphBreak(reason=_OWN_GRADIENTS, source=""))
+            self._breaks.append(GraphBreak(reason=OWN_GRADIENTS, source=""))
             return graph_module.forward
         if not self.with_lines:
             dynamo.leave_new_guards_untried()
@@ -270,7 +270,7 @@ def refusals_told(model_id: str) -> Iterator[None]:
     except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
         raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
     except torch._dynamo.exc.TorchDynamoException as error:
-        raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
+        raise CannotCapture(model_id=model_id, detail=_dynamos_cause(str(error))) from error
 
 
 def refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
@@ -297,6 +297,15 @@ def _cause(error: Exception) -> str:
     at = re.search(r"While executing %(\w+)", text)
     where = f" `{at[1]}`" if at else ""
     return f"tracing{where} ended with {type(error).__name__}: {text.splitlines()[0]}"
+
+
+def _dynamos_cause(text: str) -> str:
+    """Say in one line what dynamo says in twenty: its headline, its explanation, and the last line of the user's code."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    told = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), "")
+    places = re.findall(r'File "([^"]+)", line (\d+), in', text.partition("from user code:")[2])
+    where = f" ({relative_path(places[-1][0])}:{places[-1][1]})" if places else ""
+    return f"{lines[0]}{': ' if told else ''}{told}{where}"
 
 
 def writes_to_inputs(region: Region) -> bool:

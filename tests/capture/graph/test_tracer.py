@@ -282,3 +282,18 @@ def test_a_model_whose_result_carries_gradients_is_refused():
 def test_a_call_on_tensors_that_cannot_be_compared_is_refused_by_name(x):
     with pytest.raises(CannotCapture, match=r"`args\.0` (is sparse|lies on the device)"):
         capture_regions(torch.nn.Tanh(), (x,), {})
+
+
+class Misshapen(torch.nn.Module):
+    """Catches an error that dynamo does not let it catch."""
+
+    def forward(self, x):
+        try:
+            return x.view(7, -1)
+        except RuntimeError:
+            return x
+
+
+def test_what_stopped_dynamo_is_said_with_its_cause_and_line():
+    with pytest.raises(CannotCapture, match=r"shape '\[7, -1\]' is invalid for input of size 6.* \(\S*test_tracer\.py:\d+\)$"):
+        capture_regions(Misshapen().eval(), (torch.randn(2, 3),), {})
