@@ -108,6 +108,8 @@ def in_training(model: torch.nn.Module) -> Iterator[None]:
             parameter.grad = gradient
         with torch.no_grad():
             for buffer, before in buffers:
+                if buffer.requires_grad and not before.requires_grad:
+                    buffer.detach_()  # a step wrote to it what depends on parameters
                 buffer.copy_(before)
 
 

@@ -113,7 +113,7 @@ class ModelInTraining(AdvisorError):
 
     code = "FA313"
     message = "`{model_id}` is in train() mode, where every call would run its original ops"
-    hint = 'call model.eval() first, or give phase="train" to fuse its training step'
+    hint = '{switch} first, or give phase="train" to fuse its training step'
     exit_code = 2
 
 

@@ -22,9 +22,9 @@ import torch
 
 from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.op_records import describe
-from fusion_advisor.capture.graph.retrace import retrace
+from fusion_advisor.capture.graph.retrace import NotTraced, retrace
 from fusion_advisor.capture.graph.side_effects import Numbers
-from fusion_advisor.capture.graph.tracer import LiveCapture, Region
+from fusion_advisor.capture.graph.tracer import OWN_GRADIENTS, LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, opened_by_dynamo
 from fusion_advisor.errors import UsageError
@@ -49,6 +49,7 @@ from fusion_advisor.runtime.environment import measure_bandwidth
 from fusion_advisor.runtime.external_profiler import attached_profiler
 from fusion_advisor.runtime.fallback_warning import warn_caller
 from fusion_advisor.runtime.torch_internals import autograd_graphs, dynamo
+from fusion_advisor.runtime.torch_internals.autocast import NotFollowed
 
 _BUDGET_S = 3.0
 _PARAMETER = re.compile(r"_(parameters|buffers)_(\w+?)_?$")
@@ -173,8 +174,11 @@ def _pass_copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 def _differentiable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
     """Return the graph in ATen ops as the model calls them; None where it holds an op of graphs (a checkpoint)."""
-    holds_graphs = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph_module.graph.nodes)
-    return None if holds_graphs else retrace(graph_module)
+    return None if _holds_graphs(graph_module) else retrace(graph_module)
+
+
+def _holds_graphs(graph_module: torch.fx.GraphModule) -> bool:
+    return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph_module.graph.nodes)
 
 
 class _FirstCall:
@@ -300,6 +304,8 @@ def fuse_graph(
             graph_module, example_inputs, traced=_differentiable(graph_module), options=options, half=half,
             names=functools.partial(given, graph_module), unfused=functools.partial(_unfused, graph_module),
         )  # fmt: skip
+    if dynamo.gives_gradients(graph_module):
+        return _unfused(graph_module, OWN_GRADIENTS)
     if dynamo.has_dynamic_shapes(graph_module):
         try:
             return _FirstCall(graph_module, options, optimise_for_any_size)
@@ -308,4 +314,11 @@ def fuse_graph(
             if why is None:
                 raise
             return _unfused(graph_module, why)
-    return _FirstCall(graph_module, options, optimiser)
+    try:
+        return _FirstCall(graph_module, options, optimiser)
+    except (NotTraced, NotFollowed) as error:
+        return _unfused(graph_module, str(error))
+    except RuntimeError:
+        if not _holds_graphs(graph_module):
+            raise
+        return _unfused(graph_module, "it holds an op of graphs, a checkpoint, say, which tracing does not follow")

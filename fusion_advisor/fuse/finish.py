@@ -281,7 +281,18 @@ def _refusal(installed: Installed, measured: Measured, before: StepProfile, afte
         after.wall,
         is_device_judged=bench.on_cuda and not installed.is_graphed,
         is_time_judged=options.is_timed,
+        is_capture_right=measured.check.is_passed or _is_capture_right(installed),
     )
     if refusal is None and options.is_timed and not bench.live.is_whole():
         refusal = why_parts_do_not_pay(installed.kept.decision, before.wall, after.wall, options.confidence)
     return refusal
+
+
+def _is_capture_right(installed: Installed) -> bool:
+    """Whether the captured graphs, with the model's own ops in them, gave the model's numbers."""
+    job = installed.job
+    with torch.no_grad():
+        check = job.last.check_model(
+            job.loaded, job.eager_call, lambda: job.bench.live.output, job.bench.live.written, tolerance=job.options.tolerance
+        )
+    return check.is_passed

@@ -183,7 +183,9 @@ def building_ahead(loaded: LoadedWorkload, progress: Progress) -> AbstractContex
 def _refuse_unready(loaded: LoadedWorkload) -> None:
     """Refuse, ahead of any work, a model or a machine on which nothing could be kept."""
     if is_training(loaded.model):
-        raise ModelInTraining(model_id=loaded.record.model_id)
+        has_own = "eval" in vars(loaded.model)  # of torch.export: it raises
+        switch = "set model.training = False (an exported module has no eval())" if has_own else "call model.eval()"
+        raise ModelInTraining(model_id=loaded.record.model_id, switch=switch)
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
 

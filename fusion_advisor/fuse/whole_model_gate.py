@@ -7,6 +7,11 @@ from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.records import Timing
 from fusion_advisor.timing import interleaving
 
+_CAPTURED_OTHERWISE = (
+    "dynamo's capture computes other numbers than the model, with the model's own ops too (torch's transformer layers leave "
+    "their fast path when captured, for example): everything was reverted"
+)
+
 
 def why_nothing_stays(
     is_passed: bool,
@@ -17,12 +22,15 @@ def why_nothing_stays(
     *,
     is_device_judged: bool,
     is_time_judged: bool,
+    is_capture_right: bool = True,
 ) -> str | None:
     """The whole-model gate: numbers pass and the step never becomes slower than eager, or everything is reverted.
 
     Without a graph, device time may not rise either: a wall time that the host decides would hide it. With ``keep="verified"`` no
-    time is judged.
+    time is judged. ``is_capture_right`` says whether the captured graphs give the model's numbers with the model's own ops.
     """
+    if not is_passed and not is_capture_right:
+        return _CAPTURED_OTHERWISE
     if not is_passed:
         return "the whole model's numbers do not pass: everything was reverted"
     if not is_time_judged:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,6 +51,36 @@ def copied(value: Any, change: Callable[[Any], Any]) -> Any:
             setattr(twin, attribute, value if item is value else copied(item, change))
         return twin
     return copy.deepcopy(value)
+
+
+def without_numbers(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Name the first tensor of a call whose numbers cannot be compared, and say why; empty where all can.
+
+    Args:
+        model: its parameters and buffers are looked at.
+        args: positional arguments, looked into.
+        kwargs: keyword arguments, looked into.
+    """
+    given = (found for name, value in (("args", args), *kwargs.items()) for found in tensors_in(name, value))
+    named = chain(model.named_parameters(), model.named_buffers(), given)
+    return next((f"`{name}` {lack}" for name, tensor in named if (lack := what_it_lacks(tensor))), "")
+
+
+def what_it_lacks(tensor: torch.Tensor) -> str:
+    """Say why a tensor's numbers can be neither copied nor compared element by element; empty for a dense tensor with numbers.
+
+    Args:
+        tensor: of any layout, shape and dtype.
+    """
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialised yet: call the model once, so that its lazy modules get their sizes"
+    if tensor.is_nested:
+        return "is a nested tensor, whose rows have sizes of their own"
+    if tensor.layout != torch.strided:
+        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}), and only dense tensors are fused and compared"
+    if tensor.is_meta:
+        return "lies on the device `meta`, where a tensor has no numbers"
+    return ""
 
 
 def is_object(value: Any) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_advisor.errors import UsageError
+from fusion_advisor.errors import CannotCapture, UsageError
 from fusion_advisor.records import TensorMeta, Workload
+from fusion_advisor.runtime.call_tensors import without_numbers
 from fusion_advisor.workload.architecture import auto_class, cut_layers, total_layers
 from fusion_advisor.workload.device import (
     TORCH_DTYPES,
@@ -83,10 +84,12 @@ def describe_live(
 
     Raises:
         TypeError: it is no module.
+        CannotCapture: a tensor of it or of the call is sparse, nested, or without numbers.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a torch.nn.Module is expected, not {type(model).__name__}: wrap a function in a module's forward")
     kwargs = dict(kwargs or {})
+    _refuse_without_numbers(model, tuple(args), kwargs, _name_of(model))
     metas = input_metas(model, args, kwargs)
     device = _device_of(model, metas)
     request = WorkloadRequest(
@@ -188,6 +191,7 @@ def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: to
             raise UsageError(detail=f"{option} has no effect on `{request.model_id}`", help="the factory decides it")
     with seeded(request.seed, device):
         made = run_factory(place, name)
+    _refuse_without_numbers(made.model, made.inputs.args, made.inputs.kwargs, request.model_id)
     dtype = TORCH_DTYPES.get(request.dtype)
     metas = input_metas(made.model, made.inputs.args, made.inputs.kwargs)
     # A factory that chose a GPU itself keeps it; one that built on the CPU, as most do, is moved to where we run.
@@ -248,6 +252,13 @@ def _record(
         context=context,
         new_tokens=new_tokens,
     )
+
+
+def _refuse_without_numbers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
+    """Refuse, ahead of any work, a call on tensors that cannot be compared."""
+    lack = without_numbers(model, args, kwargs)
+    if lack:
+        raise CannotCapture(model_id=model_id, detail=lack)
 
 
 def _name_of(model: nn.Module) -> str:

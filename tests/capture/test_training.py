@@ -157,3 +157,12 @@ def test_a_model_is_as_it_was():
 )
 def test_an_op_of_the_backward_pass_is_of_its_forward_ops_class(name, expected):
     assert class_of(name) is expected
+
+
+def test_a_buffer_that_a_step_gave_a_history_has_none_after():
+    model = nn.Linear(4, 4)
+    model.register_buffer("seen", torch.zeros(4))
+    with in_training(model):
+        model.seen.add_(model(torch.ones(2, 4)).mean(0))
+        assert model.seen.requires_grad
+    assert not model.seen.requires_grad and model.seen.tolist() == [0.0] * 4

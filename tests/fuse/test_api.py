@@ -151,3 +151,29 @@ def test_options_beside_a_plan_are_refused(tmp_path):
     model, (x,) = toy()
     with pytest.raises(TypeError, match="without min_gain, run_dir"):
         fusion_advisor.apply(model, x, plan=object(), run_dir=tmp_path, min_gain=0.1)
+
+
+def test_an_exported_module_which_has_no_eval_gets_a_hint_of_its_own():
+    model, (x,) = toy()
+    exported = torch.export.export(model, (x,)).module()
+    with pytest.raises(ModelInTraining) as refused:
+        fusion_advisor.apply(exported, x, **QUICK)
+    assert refused.value.hint_text.startswith("set model.training = False")
+    with pytest.raises(ModelInTraining) as refused:
+        fusion_advisor.apply(model.train(), x, **QUICK)
+    assert refused.value.hint_text.startswith("call model.eval()")
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+def test_a_model_that_dynamo_captures_otherwise_is_reverted_and_the_reason_says_so():
+    """Padded places are 0 on the fast path of torch's layers, and numbers on the way that dynamo takes."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, activation="gelu")
+    model = torch.nn.TransformerEncoder(layer, 1).eval()
+    call = {"src": torch.randn(2, 5, 16), "src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])}
+    with torch.no_grad():
+        before = model(**call)
+        fused = fusion_advisor.apply(model, call, keep="verified", **QUICK)
+        assert torch.equal(model(**call), before)
+    reasons = [fusion.reason for fusion in fused.report.fusions]
+    assert reasons and all("dynamo's capture computes other numbers than the model" in reason for reason in reasons)

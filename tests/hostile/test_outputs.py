@@ -35,6 +35,7 @@ OUTPUTS = {
     "dataclass in a tuple": lambda y: (3, Out(y * 2, rest={"a": [y]})),
     "named tuple": lambda y: Pair(y, None),
     "nested": lambda y: {"a": [y, {"b": None, "s": "text"}], "i": 3},
+    "sparse": lambda y: (y.relu().to_sparse(), torch.nested.nested_tensor([y, y[:1] * 2])),
     "booleans": lambda y: (y > 0.5, y < 0.2),
     "integers": lambda y: (y * 10).to(torch.int64),
     "one integer": lambda y: y.argmax(),

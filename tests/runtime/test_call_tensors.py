@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from fusion_advisor.runtime.call_tensors import copied, objects_in, tensors_in
+from fusion_advisor.runtime.call_tensors import copied, objects_in, tensors_in, without_numbers
 
 
 class Layer:
@@ -44,3 +45,22 @@ def test_a_copy_shares_no_object_and_no_changed_tensor():
     assert twin.layers[1].keys.dtype == torch.float64 and twin.layers[1].count == 2
     twin.layers[0].keys.add_(1)
     assert cache.layers[0].keys.sum() == 0 and cache.layers[0].keys.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("tensor", "lack"),
+    [
+        (torch.eye(3).to_sparse(), "`x.0` is sparse (sparse_coo)"),
+        (torch.eye(3).to_sparse_csr(), "`x.0` is sparse (sparse_csr)"),
+        (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "`x.0` is a nested tensor"),
+        (torch.empty(3, device="meta"), "`x.0` lies on the device `meta`"),
+        (torch.zeros(3, dtype=torch.float8_e4m3fn), ""),
+    ],
+)
+def test_a_tensor_that_cannot_be_compared_is_named_with_the_reason(tensor, lack):
+    found = without_numbers(torch.nn.Linear(2, 2), (), {"x": [tensor]})
+    assert found.startswith(lack) and bool(found) is bool(lack)
+
+
+def test_a_lazy_weight_is_named():
+    assert without_numbers(torch.nn.LazyLinear(2), (), {}).startswith("`weight` is not initialised yet: call the model once")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.errors import NotRepeatable
-from fusion_advisor.runtime.call_tensors import objects_in, tensors_in
+from fusion_advisor.runtime.call_tensors import objects_in, tensors_in, what_it_lacks
 from fusion_advisor.runtime.torch_internals import aten_ops, module_call
 
 _COPIED_BYTES = 1 << 20
@@ -168,14 +168,19 @@ def _tell_what_moves(written: Written, state: Before, call: Callable[[], object]
 def live_tensors(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return what a call may write to, by name, as it is now.
 
-    That is: the tensors of the arguments, buffers, small parameters, and tensors that modules have as plain attributes.
+    That is: the tensors of the arguments, buffers, small parameters, and tensors that modules have as plain attributes. Those
+    whose numbers cannot be compared are left out: a capture refuses them with the reason.
     """
     found = {**arguments(args, kwargs), **dict(model.named_buffers())}
-    found |= {name: tensor for name, tensor in model.named_parameters() if tensor.nbytes <= _COPIED_BYTES}
+    found |= {name: tensor for name, tensor in model.named_parameters() if _is_small(tensor)}
     for path, module in model.named_modules():
         plain = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
         found |= {f"{path}.{name}".lstrip("."): value for name, value in plain.items()}
-    return found
+    return {name: tensor for name, tensor in found.items() if not what_it_lacks(tensor)}
+
+
+def _is_small(parameter: torch.Tensor) -> bool:
+    return not what_it_lacks(parameter) and parameter.nbytes <= _COPIED_BYTES
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Written, arguments, written_by
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import GraphBreak
-from fusion_advisor.runtime.call_tensors import tensors_in
+from fusion_advisor.runtime.call_tensors import tensors_in, without_numbers
 from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
 from fusion_advisor.runtime.torch_internals import dispatcher, dynamo, fake_mode, module_call
@@ -170,13 +170,18 @@ def capture_regions(
     written.rewind()
     collector.hand_over(live)
     if not live.regions:
-        raise CannotCapture(model_id=model_id, detail="dynamo ran it op by op; every frame was skipped or broke at its first op")
+        own = next((one.reason for one in live.breaks if one.reason == OWN_GRADIENTS), None)
+        raise CannotCapture(model_id=model_id, detail=own or _NO_GRAPH)
     known = _known_tensors(model, args, kwargs)
     for place, region in enumerate(live.regions):
         mine = [run.args for run in live.runs if run.place == place]
         region.example_args = mine[0]
         region.names, region.roles = _name_inputs(mine, known)
     return live
+
+
+_NO_GRAPH = "dynamo ran it op by op; every frame was skipped or broke at its first op"
+OWN_GRADIENTS = "the model asks for gradients by itself (enable_grad), so the ops that they go through run as they are"
 
 
 class _Collector:
@@ -198,6 +203,9 @@ class _Collector:
         assert self.compiled is not None
         if self.compiled.later is not None:
             return self.compiled.later(graph_module, example_inputs)
+        if dynamo.gives_gradients(graph_module):
+            self._breaks.append(GraphBreak(reason=OWN_GRADIENTS, source=""))
+            return graph_module.forward
         if not self.with_lines:
             dynamo.leave_new_guards_untried()
         route = Route(graph_module.forward, self._seen)
@@ -262,18 +270,21 @@ def refusals_told(model_id: str) -> Iterator[None]:
     except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
         raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
     except torch._dynamo.exc.TorchDynamoException as error:
-        raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
+        raise CannotCapture(model_id=model_id, detail=_dynamos_cause(str(error))) from error
 
 
 def refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
-    """Leave what sees each op by itself to the model's own ops.
+    """Leave to the model's own ops what sees each op by itself, and tensors whose numbers cannot be compared.
 
     Raises:
-        CannotCapture: a mode or a tensor class does.
+        CannotCapture: with the mode, or the name of the tensor.
     """
     if dispatcher.is_mode_active():
         detail = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
         raise CannotCapture(model_id=model_id, detail=detail)
+    lack = without_numbers(model, args, kwargs)
+    if lack:
+        raise CannotCapture(model_id=model_id, detail=lack)
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *arguments(args, kwargs).items()):
         if dispatcher.sees_its_ops(type(tensor)):
             kind = f"a {type(tensor).__name__}, a tensor class that handles its ops by itself"
@@ -286,6 +297,15 @@ def _cause(error: Exception) -> str:
     at = re.search(r"While executing %(\w+)", text)
     where = f" `{at[1]}`" if at else ""
     return f"tracing{where} ended with {type(error).__name__}: {text.splitlines()[0]}"
+
+
+def _dynamos_cause(text: str) -> str:
+    """Say in one line what dynamo says in twenty: its headline, its explanation, and the last line of the user's code."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    told = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), "")
+    places = re.findall(r'File "([^"]+)", line (\d+), in', text.partition("from user code:")[2])
+    where = f" ({relative_path(places[-1][0])}:{places[-1][1]})" if places else ""
+    return f"{lines[0]}{': ' if told else ''}{told}{where}"
 
 
 def writes_to_inputs(region: Region) -> bool:

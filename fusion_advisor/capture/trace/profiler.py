@@ -169,7 +169,7 @@ def module_ranges(model: torch.nn.Module, open_range: Callable[[str], contextlib
     try:
         if not any(_minds_hooks(module) for module in model.modules()):
             for path, module in model.named_modules():
-                if path:
+                if path and not isinstance(module, torch.jit.ScriptModule):  # which takes no hook
                     handles.append(module.register_forward_pre_hook(entering(f"{MODULE_RANGE}{plain_name(path)}")))
                     handles.append(module.register_forward_hook(leave, always_call=True))
         yield

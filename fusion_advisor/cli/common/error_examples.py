@@ -48,7 +48,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     },
     "FA310": {"factory": "inputs.py:make", "detail": "there is no tensor in what it returned"},
     "FA311": {"model_id": "model.py:make", "detail": "no output depends on a parameter that requires gradients"},
-    "FA313": {"model_id": "MyModel"},
+    "FA313": {"model_id": "MyModel", "switch": "call model.eval()"},
     "FA315": {"model_id": "MyModel"},
     "FA316": {
         "model_id": "MyModel",

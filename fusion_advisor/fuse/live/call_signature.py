@@ -6,12 +6,14 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 from typing import Any
 
 import torch
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_COMPARED = (slice, range, type(Ellipsis), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEEPEST = 5
 
 
@@ -105,6 +107,14 @@ def _exact(value: Any) -> Any:
     return value
 
 
+def _compared(value: Any) -> Any:
+    """Return the key of a value that holds no attributes and never changes."""
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return (slice, *((type(part), _exact(part)) if isinstance(part, _PLAIN) else object() for part in parts))
+    return (type(value), value)
+
+
 def _named(name: Any) -> Any:
     """The key of a dict: 1, 1.0 and True are one for Python, and models that look at its type do different things."""
     return name if type(name) is str else (type(name), _exact(name)) if isinstance(name, _PLAIN) else str(name)
@@ -126,6 +136,8 @@ class _Reader:
             return (type(value), _exact(value))  # 1, 1.0 and True are equal and mean different graphs
         if type(value) in (tuple, list):
             return (type(value), *map(self.key, value))
+        if isinstance(value, _COMPARED):
+            return _compared(value)
         if type(value) is dict:
             return (dict, *((_named(name), self.key(item)) for name, item in value.items()))
         seen = self.objects.get(id(value))
@@ -153,6 +165,8 @@ def _state(value: Any, depth: int, seen: Seen | None) -> Any:
         return (value.shape, value.dtype, value.device, value.stride())
     if isinstance(value, (*_PLAIN, type, torch.dtype, torch.device)):
         return (type(value), _exact(value))
+    if isinstance(value, _COMPARED):
+        return _compared(value)
     if depth > _DEEPEST:
         return object()
     if isinstance(value, tuple | list):

@@ -109,10 +109,17 @@ def named_tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
         name = pytree.keystr(path).strip("[]'.\"")
         if isinstance(leaf, torch.Tensor):
-            found.append((name or "output", leaf))
+            found.append((name or "output", _dense(leaf)))
         else:
             found += [(inside.lstrip("."), tensor) for inside, tensor in tensors_in(name, leaf)]
     return found
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements can be compared: a sparse one with its zeros, a nested one with its short rows filled."""
+    if tensor.is_nested:
+        return torch.nested.to_padded_tensor(tensor, 0.0)
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequence[str]) -> tuple[_Outcome | None, str]:

@@ -28,7 +28,8 @@ def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> N
     """
     if destinations:  # torch refuses empty lists
         pairs = [_written_once(*pair) for pair in zip(destinations, sources, strict=True)]
-        torch._foreach_copy_([into for into, _ in pairs], [source for _, source in pairs])
+        with torch.no_grad():  # a parameter may be among them
+            torch._foreach_copy_([into for into, _ in pairs], [source for _, source in pairs])
 
 
 def _written_once(into: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

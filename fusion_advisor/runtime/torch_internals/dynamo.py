@@ -32,6 +32,18 @@ def has_dynamic_shapes(graph_module: torch.fx.GraphModule) -> bool:
     return False
 
 
+def gives_gradients(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether autograd is to follow a result of a dynamo graph: the model turned gradients on by itself.
+
+    A tensor that the graph is given, and hands out again as it is or as a view, is no such result.
+    """
+    given = [value for value in placeholder_values(graph_module) if isinstance(value, torch.Tensor)]
+    output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    wanted = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    return not all(any(value is one or value._base is one for one in given) for value in wanted)
+
+
 @contextlib.contextmanager
 def without_logged_guard_errors() -> Iterator[None]:
     """Let dynamo raise what it has to say of guards, and not write it to the terminal too, forty lines of it."""

@@ -89,3 +89,24 @@ def test_one_image_made_of_tokens_is_traced_with_the_strides_of_eager():
     traced = trace(decoder, inputs)
     Strides(traced).run(*inputs)
     assert sum(node.op == "call_function" for node in traced.graph.nodes) >= 6
+
+
+def test_what_runs_in_autocast_of_the_models_own_has_the_dtypes_of_its_results():
+    """Without its casts a kernel for what follows would read bfloat16 numbers as float32."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.tanh(self.linear(x)) * 2
+
+    model, x = Model().eval(), torch.randn(3, 8)
+    (region,) = capture_regions(model, (x,), {}).regions
+    found = {str(node.target): node.meta["val"].dtype for node in region.graph.graph.nodes if "val" in node.meta}
+    assert found["aten.linear.default"] == found["aten.tanh.default"] == torch.bfloat16
+    with torch.no_grad():
+        (result,) = region.graph(*region.example_args)
+        assert torch.equal(result, model(x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.capture.graph.side_effects import written_by
+from fusion_advisor.capture.graph.side_effects import live_tensors, written_by
 from fusion_advisor.errors import NotRepeatable
 
 
@@ -139,3 +139,20 @@ def test_buffers_and_inputs_are_watched(step, name):
 def test_a_list_that_grows_cannot_be_put_back():
     with pytest.raises(NotRepeatable, match="differs from the first"):
         watch(in_a_list, [])
+
+
+def test_a_parameter_that_the_model_writes_is_put_back_outside_no_grad():
+    embedding = torch.nn.Embedding(4, 2, max_norm=0.1)
+    before, ids = embedding.weight.detach().clone(), torch.tensor([0, 3])
+    with torch.no_grad():
+        written = written_by(lambda: embedding(ids), embedding, (ids,), {})
+        embedding(ids)
+    assert list(written.tensors) == ["weight"] and not torch.equal(embedding.weight, before)
+    written.restore()
+    assert torch.equal(embedding.weight, before)
+
+
+def test_a_sparse_buffer_is_left_alone():
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("links", torch.eye(2).to_sparse())
+    assert list(live_tensors(model, (torch.eye(2).to_sparse_csr(),), {})) == ["weight", "bias"]

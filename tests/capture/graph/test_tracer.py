@@ -238,3 +238,62 @@ def test_paths_name_no_folder(tmp_path, monkeypatch):
     assert source_path("pkg/model.py") == inside
     assert source_path("pkg/none.py") is None
     assert source_path("") is None
+
+
+class Slope(torch.nn.Module):
+    """Asks for a gradient in its forward, between ops that need none."""
+
+    def forward(self, x):
+        scaled = torch.sigmoid(x) * 2
+        with torch.enable_grad():
+            at = scaled.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(at).pow(2).sum(), at)
+        return torch.exp(slope.detach()) + x
+
+
+class Hands(torch.nn.Module):
+    """Gives its result a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            return torch.tanh(x * self.weight)
+
+
+def test_ops_that_the_models_own_gradients_go_through_are_left_out():
+    x = torch.randn(2, 3)
+    live = capture_regions(Slope().eval(), (x,), {})
+    targets = {str(node.target) for region in live.regions for node in region.graph.graph.nodes}
+    assert "aten.exp.default" in targets and "aten.tanh.default" not in targets
+    assert any("asks for gradients by itself" in one.reason for one in live.breaks)
+    with torch.no_grad():
+        torch.testing.assert_close(live.output, Slope()(x))
+
+
+def test_a_model_whose_result_carries_gradients_is_refused():
+    with pytest.raises(CannotCapture, match="asks for gradients by itself"):
+        capture_regions(Hands().eval(), (torch.randn(2, 3),), {})
+
+
+@pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")])
+def test_a_call_on_tensors_that_cannot_be_compared_is_refused_by_name(x):
+    with pytest.raises(CannotCapture, match=r"`args\.0` (is sparse|lies on the device)"):
+        capture_regions(torch.nn.Tanh(), (x,), {})
+
+
+class Misshapen(torch.nn.Module):
+    """Catches an error that dynamo does not let it catch."""
+
+    def forward(self, x):
+        try:
+            return x.view(7, -1)
+        except RuntimeError:
+            return x
+
+
+def test_what_stopped_dynamo_is_said_with_its_cause_and_line():
+    with pytest.raises(CannotCapture, match=r"shape '\[7, -1\]' is invalid for input of size 6.* \(\S*test_tracer\.py:\d+\)$"):
+        capture_regions(Misshapen().eval(), (torch.randn(2, 3),), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -149,3 +150,17 @@ def test_on_a_gpu_traces_are_whole_again_and_again_and_launches_stay_quick():
         assert len(traced.kernels) == 600
     fastest_s()
     assert fastest_s() < 1.25 * before_s
+
+
+def test_a_scripted_part_which_takes_no_hook_has_no_range():
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Tanh()))
+    model = torch.nn.Sequential(torch.nn.ReLU(), scripted)
+    opened = []
+
+    def opening(name):
+        opened.append(name)
+        return contextlib.nullcontext()
+
+    with module_ranges(model, opening):
+        model(torch.zeros(2))
+    assert len(opened) == 1 and opened[0].endswith("0")

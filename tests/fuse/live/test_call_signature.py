@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 import gc
 import weakref
 from typing import ClassVar
@@ -193,3 +195,23 @@ def test_a_numpy_float_is_no_python_float():
     numpy = pytest.importorskip("numpy")
     assert signature((numpy.float64(1.0),), {}) != signature((1.0,), {})
     assert signature((numpy.float64(-0.0),), {}) != signature((numpy.float64(0.0),), {})
+
+
+class Kind(enum.Enum):
+    A = 1
+    B = 2
+
+
+FIXED = [slice(0, 4), slice(0, 5), slice(None), range(4), range(5), ..., Kind.A, Kind.B, torch.float16, torch.strided]
+
+
+@pytest.mark.parametrize("value", FIXED, ids=str)
+def test_a_slice_a_range_and_a_member_of_an_enum_are_the_same_call_each_time(value):
+    again = copy.deepcopy(value)
+    assert signature((value,), {"x": [value]}) == signature((again,), {"x": [again]})
+    assert sum(signature((other,), {}) == signature((value,), {}) for other in FIXED) == 1
+
+
+def test_a_slice_of_tensors_equals_no_other():
+    cut = slice(torch.tensor(0), None)
+    assert signature((cut,), {}) != signature((cut,), {})

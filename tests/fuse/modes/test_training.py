@@ -42,6 +42,18 @@ def frozen():
 
 def one_row():
     return nn.BatchNorm1d(4), torch.randn(1, 4)
+
+class Remembers(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(32))
+
+    def forward(self, x):
+        self.seen.mul_(0.9).add_(self.up(x).mean(0))
+        return self.head(self.norm(self.seen * 1.0))
+
+def remembers():
+    return Remembers(), torch.randn(4, 16)
 """
 
 
@@ -85,6 +97,8 @@ def test_what_cannot_be_trained_is_told(run):
         run("frozen")
     with pytest.raises(NotTrainable, match="ValueError: Expected more than 1 value per channel when training") as caught:
         run("one_row")
+    with pytest.raises(NotTrainable, match="in the second step, not in the first, RuntimeError: Trying to backward"):
+        run("remembers")
     assert (caught.value.code, caught.value.exit_code) == ("FA311", 4)
 
 

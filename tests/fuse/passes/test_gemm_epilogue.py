@@ -111,15 +111,16 @@ def test_what_must_stop_it(model):
     assert found(model) == ([], [])
 
 
-def test_in_autocast_that_the_model_enters_by_itself_it_is_refused():
+@pytest.mark.parametrize(("is_on", "count", "refused"), [(False, 1, ["autocast"]), (True, 2, [])])
+def test_between_the_switches_of_autocast_it_is_refused_and_between_its_casts_it_is_not(is_on, count, refused):
     class Casting(Behind):
         def forward(self, x):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
                 y = super().forward(x)
             return functional.relu(self.linear(y.float()[:, :WIDTH]))
 
     sites, refusals = found(Casting(functional.relu), torch.randn(ROWS, WIDTH))
-    assert len(sites) == 1 and [refusal.split(",")[0] for refusal in refusals] == ["autocast"]
+    assert len(sites) == count and [refusal.split(",")[0] for refusal in refusals] == refused
 
 
 class Writing(nn.Module):

@@ -213,3 +213,18 @@ def test_dynamo_says_which_code_it_looked_through():
     assert modes
     fake_mode.forget_real_tensors(modes)
     torch.utils.swap_tensors(x, torch.zeros(2))
+
+
+def test_a_result_that_carries_a_gradient_is_known():
+    weight = torch.nn.Parameter(torch.ones(4))
+
+    def asked(x):
+        with torch.enable_grad():
+            return x * weight
+
+    with torch.no_grad():
+        found = [
+            dynamo_graph(function, torch.randn(4), then=dynamo.gives_gradients)[1]
+            for function in (asked, lambda x: (x * weight, weight, weight.view(2, 2)))
+        ]
+    assert found == [True, False]
