@@ -34,6 +34,7 @@ from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.try_fusions import try_all
 from fusion_advisor.fuse.dynamo_dynamic import NothingServes, optimise_open
 from fusion_advisor.fuse.live.model_check import check_region
+from fusion_advisor.fuse.loss.record import LEAST_BYTES, LINEAR_CROSS_ENTROPY, LossPlan, plan_losses
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
@@ -170,6 +171,14 @@ def _differentiable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule 
     return None if holds_graphs else retrace(graph_module)
 
 
+def _loss_plan(graph_module: torch.fx.GraphModule, options: ApplyOptions) -> LossPlan | None:
+    """Find the losses that can be computed in chunks; with ``keep="verified"``, which tests numbers, however small they are."""
+    if not options.wants(LINEAR_CROSS_ENTROPY.id) or options.dry_run:
+        return None
+    least_bytes = LEAST_BYTES if options.is_timed else 0
+    return plan_losses(graph_module, drops_logits=options.drop_logits, least_bytes=least_bytes)
+
+
 class _FirstCall:
     """Optimises a graph with the tensors of its first call, then stands for the result.
 
@@ -239,7 +248,8 @@ def fusion_advisor(
         example_inputs: its inputs; only whether they ask for gradients is read here.
         options: of ``torch.compile``. ``{"exact": True}`` rounds each op's result as eager does. ``{"freeze": True}`` folds what
             depends on weights and buffers alone. They must then not be written in a way that torch does not count (``.data``,
-            numpy), or ``torch.compiler.reset()`` is called after the write.
+            numpy), or ``torch.compiler.reset()`` is called after the write. ``{"drop_logits": True}`` lets a step that trains
+            return None for its logits, so that its loss need not hold them.
 
     Raises:
         UsageError: an option is not known.
@@ -253,13 +263,16 @@ def chosen_options(options: Mapping[str, Any]) -> ApplyOptions:
     Raises:
         UsageError: one is not known.
     """
-    unknown = sorted(set(options) - {"freeze", "exact"})
+    unknown = sorted(set(options) - {"freeze", "exact", "drop_logits"})
     if unknown:
         raise UsageError(
             detail=f"the backend has no option {', '.join(unknown)}",
-            help="its options are 'freeze' and 'exact', True or False",
+            help="its options are 'freeze', 'exact' and 'drop_logits', True or False",
         )
-    return ApplyOptions(freeze=bool(options.get("freeze", False)), exact=bool(options.get("exact", False)))
+    return ApplyOptions(
+        freeze=bool(options.get("freeze", False)), exact=bool(options.get("exact", False)),
+        drop_logits=bool(options.get("drop_logits", False)),
+    )  # fmt: skip
 
 
 def fuse_graph(
@@ -292,6 +305,7 @@ def fuse_graph(
         return TrainedGraph(
             graph_module, example_inputs, traced=_differentiable(graph_module), options=options, half=half,
             names=functools.partial(given, graph_module), unfused=functools.partial(_unfused, graph_module),
+            losses=_loss_plan(graph_module, options),
         )  # fmt: skip
     if dynamo.has_dynamic_shapes(graph_module):
         try:

@@ -208,6 +208,8 @@ class GraphRewrite:
     step_delta_ci_ns: tuple[int, int] | None = None
     held_bytes: int = 0
     """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
+    saved_bytes: int = 0
+    """Memory that a training step takes less at its peak while the rewrite is in place, by the lifetimes of its tensors."""
     predicted_saving_ns: int | None = None
     """What the launches that it takes away were expected to cost; of the CUDA graph what a step launch by launch takes beyond the
     device's own time and a call of the graph; of rewrites of GEMMs what they save alone. None where no figure of the run says."""

@@ -165,6 +165,8 @@ class ApplyOptions(ProfileOptions):
         shape_points: Sizes at which rewrites of the ranges are decided, in the order of the ranges; empty: chosen for each piece.
         effort: ``quick``: rewrites are chosen by their own times, and the step is timed for a moment, with all of them against
             none and without A/A. ``thorough``: each is timed in the step by itself, whatever its own times say, for longer.
+        drop_logits: Of training steps: nobody reads the logits that a step returns with its loss. They are None then, and the
+            loss is computed without them.
         remembers: Put in what an earlier run on this machine kept for the same model, call, options and versions: its kernels are
             built and checked again, its verdicts are not timed again. What this run decides is remembered for the next.
     """
@@ -189,6 +191,7 @@ class ApplyOptions(ProfileOptions):
     shape_points: tuple[tuple[int, ...], ...] = ()
     keep: Literal["paying", "verified"] = "paying"
     effort: Effort = "usual"
+    drop_logits: bool = False
     remembers: bool = False
 
     def __post_init__(self) -> None:
