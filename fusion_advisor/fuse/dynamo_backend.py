@@ -281,6 +281,7 @@ def fuse_graph(
     options: ApplyOptions,
     optimiser: Callable[..., Call] = optimise,
     names: Callable[[torch.fx.GraphModule, tuple[Any, ...]], Sequence[str]] | None = None,
+    trained: Callable[..., Call] = TrainedGraph,
 ) -> Call:
     """Return what runs in place of a graph: the backend for whoever has all the options of a run.
 
@@ -290,6 +291,7 @@ def fuse_graph(
         options: of the run.
         optimiser: rewrites the graph at its first call.
         names: of the inputs of a graph that asks for gradients, by its first call; None: from the graph alone.
+        trained: makes the call of a graph that asks for gradients.
     """
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         if dynamo.has_dynamic_shapes(graph_module):
@@ -302,7 +304,7 @@ def fuse_graph(
                 optimiser=functools.partial(optimiser, check=None), names=_given_names, training_pass=training_pass,
             )  # fmt: skip
 
-        return TrainedGraph(
+        return trained(
             graph_module, example_inputs, traced=_differentiable(graph_module), options=options, half=half,
             names=functools.partial(given, graph_module), unfused=functools.partial(_unfused, graph_module),
             losses=_loss_plan(graph_module, options),
