@@ -69,6 +69,7 @@ def apply(
     baseline: options.BaselineOpt = options.Against.EAGER,
     max_autotune: options.MaxAutotuneOpt = False,
     freeze: options.FreezeOpt = False,
+    drop_logits: options.DropLogitsOpt = False,
     fresh: options.FreshOpt = False,
     is_quick: options.EffortOpt = None,
     fail_on: options.FailOnOpt = None,
@@ -120,6 +121,7 @@ def apply(
         baseline=baseline.value,
         max_autotune=max_autotune,
         freeze=freeze,
+        drop_logits=drop_logits,
         effort="usual" if is_quick is None else "quick" if is_quick else "thorough",
         remembers=not fresh,
     )

@@ -268,10 +268,12 @@ MaxAutotuneOpt = Annotated[
 FreezeOpt = Annotated[
     bool, typer.Option("--freeze", help="Fold and copy weights: write to none, or call fused.refresh().", rich_help_panel=_KEEP)
 ]
+DropLogitsOpt = Annotated[
+    bool, typer.Option("--drop-logits", help="A training step returns None for its logits.", rich_help_panel=_KEEP)
+]
 FreshOpt = Annotated[
     bool, typer.Option("--fresh", help="Time every rewrite again, also where its verdict is remembered.", rich_help_panel=_KEEP)
 ]
-
 EffortOpt = Annotated[
     bool | None,
     typer.Option("--quick/--thorough", help="Choose by rewrites' own times; or time each for longer.", rich_help_panel=_KEEP),

@@ -49,7 +49,8 @@ def plan_losses(graph_module: GraphModule, *, drops_logits: bool, least_bytes: i
         return None
     taken = [site for site in sites if not site.refusal and (drops_logits or not site.returned)]
     if not taken:
-        return LossPlan(_row(len(sites), Status.NOT_REPLACED, _why_none(sites)))
+        row = _row(len(sites), Status.NOT_REPLACED, _why_none(sites))
+        return LossPlan(replace(row, saved_bytes=sum(spared_bytes(site) for site in sites if not site.refusal)))
     return LossPlan(_row(len(taken), Status.PLANNED, ""), with_chunked_losses(graph_module, taken))
 
 

@@ -6,6 +6,19 @@ from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.plan.options import ApplyOptions
 
 
+def check_options_of_other_phases(options: ApplyOptions) -> None:
+    """Refuse what only a training step can serve.
+
+    Args:
+        options: of the run.
+
+    Raises:
+        UsageError: names the option.
+    """
+    if options.drop_logits:
+        raise UsageError(detail="--drop-logits needs --phase train: only there is a loss", help="leave it out")
+
+
 def check_training_options(options: ApplyOptions) -> None:
     """Refuse what contradicts a training step.
 
