@@ -35,6 +35,7 @@ from fusion_advisor.fuse.decide.try_fusions import try_all
 from fusion_advisor.fuse.dynamo_dynamic import NothingServes, optimise_open
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.loss.record import LEAST_BYTES, LINEAR_CROSS_ENTROPY, LossPlan, plan_losses
+from fusion_advisor.fuse.padding.pad_trial import PadTrial, try_padded_products
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
@@ -69,6 +70,7 @@ def optimise(
     progress: Progress | None = None,
     journal: Journal | None = None,
     ahead: BuildAhead | None = None,
+    pad: Callable[..., PadTrial] = try_padded_products,
 ) -> Call:
     """Find, check, time and install what pays in one graph.
 
@@ -80,6 +82,7 @@ def optimise(
         progress: is given each result.
         journal: gets what was found, tried and kept.
         ahead: compiles all kernels of the graph from the start.
+        pad: pads the products of a pass that trains, where that pays.
 
     Returns:
         The rewritten graph, or the original one when nothing pays, its inputs are written to, nsys or ncu watches, or the results
@@ -94,6 +97,9 @@ def optimise(
     tool = attached_profiler(os.environ)
     if tool and bench.on_cuda:
         return _unfused(region.original, f"{tool} is attached, and torch.profiler, which tells what pays, would get no kernel")
+    padded = pad(region, options, on_cuda=bench.on_cuda)
+    if padded.is_kept:
+        bench = Bench(LiveCapture(regions=[padded.region]), on_cuda=bench.on_cuda, timer=instruments.timer)
     progress, journal = progress or Progress(), journal or Journal()
     capture = profile_regions(bench.live, options.bandwidth or measure_bandwidth(device), device)
     patterns, sources = library_on_demand(options.kernel_dirs)
@@ -106,9 +112,10 @@ def optimise(
     entry.fusions = tuple(tried)
     if options.dry_run:
         return region.original.forward
-    _, entry.rewrites, chosen, kept = choose(bench, tried, built, options, progress, budget_s=_BUDGET_S, instruments=instruments)
-    entry.fusions, passes = tuple(chosen), kept_passes(entry.rewrites)
-    if not kept and not passes:
+    _, rewrites, chosen, kept = choose(bench, tried, built, options, progress, budget_s=_BUDGET_S, instruments=instruments)
+    entry.rewrites = rewrites if padded.row is None else (padded.row, *rewrites)
+    entry.fusions, passes = tuple(chosen), kept_passes(rewrites)
+    if not kept and not passes and not padded.is_kept:
         return region.original.forward
     entry.variant = bench.build(kept, passes)
     forward: Call = entry.variant.modules[0].forward
