@@ -149,8 +149,19 @@ class _Work:
             found = self._after(wide, _T, (wide,))
         else:
             found = self._after(value, _PAD, (value, _amounts(more), 0.0))
+            self._share(value, found, more)
         self._padded[key] = found
         return found
+
+    def _share(self, value: Node, padded: Node, more: tuple[int, ...]) -> None:
+        """Let other readers of a value read the padded one where it is the same in memory: then it is written once."""
+        tensor = value.meta["val"]
+        if value.op == "placeholder" or any(more[1:]) or not tensor.is_contiguous():
+            return
+        with self._graph.inserting_after(padded):
+            part = self._make(_SLICE, (padded, 0, 0, tensor.shape[0]), value)
+        value.replace_all_uses_with(part, delete_user_cb=lambda user: user is not padded)
+        self._padded[part, more] = padded
 
     @staticmethod
     def _is_of_rows(source: Node, value: Node, more: tuple[int, ...]) -> bool:

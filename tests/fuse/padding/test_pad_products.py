@@ -132,7 +132,7 @@ class Head(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 13)
+        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 13, bias=False)
 
     def forward(self, x):
         return self.head(torch.tanh(self.layer(x))).float().log_softmax(-1)
@@ -205,6 +205,7 @@ def test_with_exact_or_without_a_site_nothing_is_tried(passes):
 
 
 def test_the_chains_that_make_and_read_operands_take_the_copies_in(passes):
+    left, casts = {}, {}
     for region in passes:
         journal = Journal()
         options = ApplyOptions(keep="verified", compile=False, min_share=0.0, bandwidth=BANDWIDTH)
@@ -212,9 +213,38 @@ def test_the_chains_that_make_and_read_operands_take_the_copies_in(passes):
             call = optimise(region, options, check=None, journal=journal)
         (entry,) = journal.entries
         assert entry.rewrites[0].id == PAD_PRODUCTS.id and call != region.original.forward
-        left = [node for node in entry.variant.modules[0].graph.nodes if node.target is aten.constant_pad_nd.default]
-        # What a chain made has its zeros. The backward pass is given its weight, and the forward pass its bias as they are.
-        assert all(node.args[0].op == "placeholder" or node.meta["val"].dim() == 1 for node in left)
+        left[region.training_pass] = [
+            str(node.args[0]) for node in entry.variant.modules[0].graph.nodes if node.target is aten.constant_pad_nd.default
+        ]
+        casts[region.training_pass] = sum(node.target is aten._to_copy.default for node in entry.variant.modules[0].graph.nodes)
         for ours, theirs in zip(call(*region.example_args), region.graph(*region.example_args), strict=True):
             if isinstance(ours, torch.Tensor):
                 torch.testing.assert_close(ours, theirs, rtol=0.02, atol=1e-4)
+    assert casts == {"forward": 0, "backward": 0}
+    # What a chain makes has its zeros, but for the result of a row reduction. The backward pass is given its weight as it is.
+    assert left["forward"] == [] and len(left["backward"]) == 2
+    assert {name.startswith("fa_log_softmax_backward") for name in left["backward"]} == {True, False}
+
+
+def test_a_weight_is_written_once_for_the_padded_product_and_for_the_backward_pass(passes):
+    module = verdict(passes[0]).region.graph
+    pads = [node for node in module.graph.nodes if node.target is aten.constant_pad_nd.default]
+    (cast,) = (node.args[0] for node in pads)
+    assert list(cast.users) == pads
+    (output,) = module.graph.find_nodes(op="output")
+    kept = [node.meta["val"] for node in output.args[0] if node.meta["val"].shape == (13, 16)]
+    assert [one.stride() for one in kept] == [(16, 1)]
+
+
+def test_a_weight_that_two_products_read_is_padded_once():
+    def tied(weight, one, other):
+        narrow = weight.to(torch.bfloat16)
+        return one @ narrow.t(), other @ narrow.t(), narrow
+
+    args = torch.randn(13, 16), matrix(16, 16, is_turned=False), matrix(24, 16, is_turned=False)
+    module = traced(tied, *args)
+    assert pad_products(module, least_products=0).products == 2
+    assert sum(node.target is aten.constant_pad_nd.default for node in module.graph.nodes) == 1
+    for ours, theirs in zip(module(*args), tied(*args), strict=True):
+        assert ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=1e-3)
