@@ -70,6 +70,7 @@ def apply(
     max_autotune: options.MaxAutotuneOpt = False,
     freeze: options.FreezeOpt = False,
     drop_logits: options.DropLogitsOpt = False,
+    memory_budget: options.MemoryBudgetOpt = 1.0,
     fresh: options.FreshOpt = False,
     is_quick: options.EffortOpt = None,
     fail_on: options.FailOnOpt = None,
@@ -122,6 +123,7 @@ def apply(
         max_autotune=max_autotune,
         freeze=freeze,
         drop_logits=drop_logits,
+        memory_budget=memory_budget,
         effort="usual" if is_quick is None else "quick" if is_quick else "thorough",
         remembers=not fresh,
     )

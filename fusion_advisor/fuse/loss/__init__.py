@@ -1,1 +1,1 @@
-"""A linear layer and its cross-entropy without the logits of all rows: how it is found, put in and computed."""
+"""Memory of a training step: losses without the logits of all rows, a budget for activations, and its peak."""

@@ -92,20 +92,20 @@ def _rewrites(entries: Sequence[Entry], refusal_of: Callable[[Entry], str]) -> l
     return rows
 
 
-def loss_rows(outcomes: Sequence[Outcome]) -> tuple[GraphRewrite, ...]:
-    """Return the rows on losses in chunks, as they stand after the whole step was judged.
+def step_rows(outcomes: Sequence[Outcome]) -> tuple[GraphRewrite, ...]:
+    """Return the rows of rewrites of whole steps, as they stand after the step was judged.
 
     Args:
         outcomes: of the graphs of a step.
     """
-    found = [one for one in outcomes if one.loss is not None]
+    several = len(outcomes) > 1
     rows = []
-    for number, outcome in enumerate(found, start=1):
-        assert outcome.loss is not None
-        row = replace(outcome.loss, id=f"{outcome.loss.id}-{number}") if len(found) > 1 else outcome.loss
-        is_reverted = outcome.reason and row.status is Status.KEPT
-        status = Status.SLOWER if outcome.reason == SLOWER else Status.NOT_REPLACED
-        rows.append(replace(reverted_rewrite(row, outcome.reason, status), saved_bytes=0) if is_reverted else row)
+    for number, outcome in enumerate(outcomes, start=1):
+        for row in outcome.step_rows:
+            named = replace(row, id=f"{row.id}-{number}") if several else row
+            is_reverted = outcome.reason and row.status is Status.KEPT
+            status = Status.SLOWER if outcome.reason == SLOWER else Status.NOT_REPLACED
+            rows.append(replace(reverted_rewrite(named, outcome.reason, status), saved_bytes=0) if is_reverted else named)
     return tuple(rows)
 
 
@@ -113,7 +113,7 @@ def logits_findings(rows: Sequence[GraphRewrite], model: str) -> tuple[Finding, 
     """Return a finding for each loss that holds the logits only because the step returns them.
 
     Args:
-        rows: of :func:`loss_rows`.
+        rows: of :func:`step_rows`.
         model: how the command line names it.
     """
     return tuple(

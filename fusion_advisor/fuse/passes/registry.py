@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from fusion_advisor.fuse.loss.budget import MEMORY_BUDGET
 from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
 from fusion_advisor.fuse.padding.pad_trial import PAD_PRODUCTS
 from fusion_advisor.fuse.passes.attention import DROP_MASKS, GROUP_HEADS, SHARE_MASKS
@@ -26,6 +27,7 @@ from fusion_advisor.records import GraphRewrite, RewriteStage, Status
 REWRITES: tuple[Rewrite, ...] = (
     LINEAR_CROSS_ENTROPY,
     PAD_PRODUCTS,
+    MEMORY_BUDGET,
     DROP_MASKS,
     GROUP_HEADS,
     SHARE_MASKS,

@@ -15,8 +15,9 @@ def check_options_of_other_phases(options: ApplyOptions) -> None:
     Raises:
         UsageError: names the option.
     """
-    if options.drop_logits:
-        raise UsageError(detail="--drop-logits needs --phase train: only there is a loss", help="leave it out")
+    for name, is_asked in (("--drop-logits", options.drop_logits), ("--memory-budget", options.memory_budget < 1)):
+        if is_asked:
+            raise UsageError(detail=f"{name} needs --phase train: only there is a loss", help="leave it out")
 
 
 def check_training_options(options: ApplyOptions) -> None:

@@ -45,13 +45,16 @@ class BothPasses:
         graph_module: in dynamo's ops.
         inputs: its fake inputs.
         half: makes a pass's call from its graph and its name, ``forward`` or ``backward``.
+        memory_budget: share of the activations that may be kept.
 
     Attributes:
         halves: both passes, in the order in which AOTAutograd hands them over.
         call: runs the first, and the second when autograd asks for it.
     """
 
-    def __init__(self, graph_module: GraphModule, inputs: list[Any], half: Callable[[GraphModule, str], Half]) -> None:
+    def __init__(
+        self, graph_module: GraphModule, inputs: list[Any], half: Callable[[GraphModule, str], Half], memory_budget: float = 1.0
+    ) -> None:
         self.halves: list[Half] = []
         self._graphs: dict[str, GraphModule] = {}
 
@@ -63,7 +66,9 @@ class BothPasses:
 
             return take
 
-        self.call: Call = autograd_graphs.with_backward(graph_module, inputs, taken("forward"), taken("backward"))
+        self.call: Call = autograd_graphs.with_backward(
+            graph_module, inputs, taken("forward"), taken("backward"), memory_budget=memory_budget
+        )
 
     @contextmanager
     def instead(self, run: Callable[[GraphModule], Call]) -> Iterator[None]:

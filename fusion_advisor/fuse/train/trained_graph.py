@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from fusion_advisor import units
 from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.fuse.live.model_check import Wide
+from fusion_advisor.fuse.loss.budget import row_of_budget
 from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, judged
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.train.both_passes import BothPasses, Half
@@ -43,12 +44,12 @@ class Outcome:
     Attributes:
         reason: why it runs its own ops; empty where both passes run as they were rewritten.
         check: of its outputs and gradients; None where nothing was rewritten or the check could not be made.
-        loss: what became of its losses; None where none has large logits.
+        step_rows: of rewrites of the whole step: its losses where they have large logits, its memory budget where there is one.
     """
 
     reason: str = ""
     check: ModelCheck | None = None
-    loss: GraphRewrite | None = None
+    step_rows: tuple[GraphRewrite, ...] = ()
 
 
 NOTHING = "nothing was rewritten in either pass"
@@ -97,10 +98,13 @@ class TrainedGraph:
         self._original, self._traced, self._names, self._options = graph_module, traced, names, options
         self._unfused, self._timer, self._check, self._losses = unfused, timer, check, losses
         self._compare = compare
-        self._plain = self._passes = BothPasses(graph_module, inputs, half)
+        self._budget = options.memory_budget
+        self._plain = self._passes = self._base = BothPasses(graph_module, inputs, half)
+        if self._budget < 1:
+            self._passes = self._base = BothPasses(graph_module, inputs, half, self._budget)
         self._drops: Callable[[Call], Call] = lambda call: call
         """Makes a call that returns the logits return None in their place, where that is so of the passes in use."""
-        self._chunked = BothPasses(losses.chunked.module, inputs, half) if losses and losses.chunked else None
+        self._chunked = BothPasses(losses.chunked.module, inputs, half, self._budget) if losses and losses.chunked else None
         self._call: Call | None = None
 
     @property
@@ -144,17 +148,22 @@ class TrainedGraph:
         if self._chunked is not None and row is not None:
             row = self._with_losses(row, args)
         is_chunked = row is not None and row.status is Status.KEPT
+        rows = () if row is None else (row,)
+        if self._budget < 1:
+            peaks = self._plain.peak_bytes(lambda _: 0), self._base.peak_bytes(lambda _: 0)
+            rows = (*rows, row_of_budget(self._budget, *peaks))
         step = TrainingStep.of(self._own, self._names(args), args)
         self._optimise_halves(step)
-        if not is_chunked and not any(half.is_changed for half in self.halves):
-            return Outcome(NOTHING, loss=row)
+        is_lighter = any(one.status is Status.KEPT for one in rows)
+        if not is_lighter and not any(half.is_changed for half in self.halves):
+            return Outcome(NOTHING, step_rows=rows)
         reason, found = self._checked(step)
-        if reason or not self._options.is_timed:
-            return Outcome(reason, found, row)
+        if reason or not self._options.is_timed or self._budget < 1:  # whoever asks for a budget pays for it with time
+            return Outcome(reason, found, rows)
         change = self._compared(lambda: step.run(self._own), lambda: step.run(self._joint), step)
         if is_chunked:  # it stays for its memory, unless that costs time
-            return Outcome(SLOWER if change.low_ns > 0 else "", found, row)
-        return Outcome(NOT_FASTER if change.high_ns >= 0 else "", found, row)
+            return Outcome(SLOWER if change.low_ns > 0 else "", found, rows)
+        return Outcome(NOT_FASTER if change.high_ns >= 0 else "", found, rows)
 
     @property
     def _own(self) -> Call:
@@ -166,9 +175,9 @@ class TrainedGraph:
         assert self._chunked is not None and self._losses is not None and self._losses.chunked is not None
         self._drops = self._losses.chunked.like
         step = TrainingStep.of(self._own, self._names(args), args)
-        before, after = self._drops(self._plain.call), self._chunked.call
-        saved_bytes = self._plain.peak_bytes(lambda _: 0) - self._chunked.peak_bytes(chunk_inside)
-        with self._plain.instead(lambda graph: graph.forward), self._chunked.instead(lambda graph: graph.forward):
+        before, after = self._drops(self._base.call), self._chunked.call
+        saved_bytes = self._base.peak_bytes(lambda _: 0) - self._chunked.peak_bytes(chunk_inside)
+        with self._base.instead(lambda graph: graph.forward), self._chunked.instead(lambda graph: graph.forward):
             self._passes = self._chunked
             reason, _ = self._checked(step)
             change = None if reason or not self._options.is_timed else self._compared(
@@ -176,7 +185,7 @@ class TrainedGraph:
             )  # fmt: skip
         row = verdict_on_loss(row, reason, change, saved_bytes)
         if row.status is not Status.KEPT:
-            self._passes, self._drops = self._plain, lambda call: call
+            self._passes, self._drops = self._base, lambda call: call
         return row
 
     def _checked(self, step: TrainingStep) -> tuple[str, ModelCheck | None]:

@@ -16,7 +16,7 @@ from fusion_advisor.errors import NotTrainable, UnreadableReport, UsageError
 from fusion_advisor.fuse.dynamo_backend import optimise
 from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
 from fusion_advisor.fuse.modes.apply_training import apply_training
-from fusion_advisor.fuse.modes.training_findings import loss_rows, merged
+from fusion_advisor.fuse.modes.training_findings import merged, step_rows
 from fusion_advisor.fuse.passes.registry import row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
 from fusion_advisor.fuse.plan.plan import Plan
@@ -252,6 +252,6 @@ def test_logits_are_dropped_in_training_steps_alone():
 @pytest.mark.parametrize(("reason", "status"), [(SLOWER, Status.SLOWER), ("wrong", Status.NOT_REPLACED), ("", Status.KEPT)])
 def test_a_loss_in_chunks_goes_with_the_step_that_it_stands_in(reason, status):
     kept = row_of(LINEAR_CROSS_ENTROPY, status=Status.KEPT, reason="", sites=1)
-    (row,) = loss_rows([Outcome(reason, loss=replace(kept, saved_bytes=7)), Outcome()])
+    (row,) = step_rows([Outcome(reason, step_rows=(replace(kept, saved_bytes=7),))])
     assert (row.status, row.reason, row.saved_bytes) == (status, reason, 0 if reason else 7)
-    assert [one.id for one in loss_rows([Outcome(loss=kept)] * 2)] == ["linear-cross-entropy-1", "linear-cross-entropy-2"]
+    assert [one.id for one in step_rows([Outcome(step_rows=(kept,))] * 2)] == ["linear-cross-entropy-1", "linear-cross-entropy-2"]
