@@ -118,15 +118,19 @@ def optimise(
     if not kept and not passes and not padded.is_kept:
         return region.original.forward
     entry.variant = bench.build(kept, passes)
-    forward: Call = entry.variant.modules[0].forward
+    return _checked(region, entry.variant.modules[0].forward, check)
+
+
+def _checked(region: Region, forward: Call, check: Callable[[Region, Call], ModelCheck] | None) -> Call:
+    """Return the rewritten graph's call, or the original one's where the results as a whole are too far from the truth."""
     found = None if check is None else check(region, forward)
-    if found is not None and not found.is_passed:
-        return _unfused(
-            region.original,
-            f"the graph's results as a whole are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
-            f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}",
-        )
-    return forward
+    if found is None or found.is_passed:
+        return forward
+    return _unfused(
+        region.original,
+        f"the graph's results as a whole are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
+        f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}",
+    )
 
 
 def optimise_for_any_size(region: Region, options: ApplyOptions) -> Call:

@@ -123,7 +123,6 @@ def apply(
         max_autotune=max_autotune,
         freeze=freeze,
         drop_logits=drop_logits,
-        memory_budget=memory_budget,
         effort="usual" if is_quick is None else "quick" if is_quick else "thorough",
         remembers=not fresh,
     )
@@ -147,7 +146,7 @@ def apply(
     )
     request = _request(context, target, asked)
     ranges, at = size_options.read_sizes(shapes, points, phase=request.phase, is_dry=dry_run)
-    chosen = replace(chosen, shapes=ranges, shape_points=at)
+    chosen = replace(chosen, shapes=ranges, shape_points=at, memory_budget=memory_budget)
     runner.run_apply(settings, request, chosen, shown, parse_rules(fail_on or (), absolute=absolute))
 
 
