@@ -91,7 +91,7 @@ def apply(
         CannotCapture: dynamo captured no graph of the model.
         ModelInTraining: the model, or a dropout in it, is in ``train()`` mode.
         NotTrainable: for ``phase="train"``, no output depends on a parameter, or the step raises.
-        UsageError: for ``phase="train"``, an option that a training step cannot serve.
+        UsageError: an option that the phase cannot serve.
         TypeError: options together with a plan, a plan for ``phase="train"``, another phase, or an argument that is no module.
         PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
@@ -148,8 +148,11 @@ def _applied(loaded: LoadedWorkload, options: ApplyOptions) -> AppliedRun | Trai
     from fusion_advisor.cli.common.run_dir import FORMATS, write_run
     from fusion_advisor.fuse.modes.apply_training import apply_training
     from fusion_advisor.fuse.pipeline import apply_workload
+    from fusion_advisor.fuse.plan.training_options import check_options_of_other_phases
     from fusion_advisor.records.serialize import write_capture, write_report
 
+    if loaded.record.phase != "train":
+        check_options_of_other_phases(options)
     work: Callable[..., AppliedRun | TrainedRun] = apply_training if loaded.record.phase == "train" else apply_workload
     if options.run_dir is None:
         return work(loaded, options)

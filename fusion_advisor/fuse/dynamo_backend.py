@@ -34,6 +34,8 @@ from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.try_fusions import try_all
 from fusion_advisor.fuse.dynamo_dynamic import NothingServes, optimise_open
 from fusion_advisor.fuse.live.model_check import check_region
+from fusion_advisor.fuse.loss.record import LEAST_BYTES, LINEAR_CROSS_ENTROPY, LossPlan, plan_losses
+from fusion_advisor.fuse.padding.pad_trial import PadTrial, try_padded_products
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
@@ -71,6 +73,7 @@ def optimise(
     progress: Progress | None = None,
     journal: Journal | None = None,
     ahead: BuildAhead | None = None,
+    pad: Callable[..., PadTrial] = try_padded_products,
 ) -> Call:
     """Find, check, time and install what pays in one graph.
 
@@ -82,6 +85,7 @@ def optimise(
         progress: is given each result.
         journal: gets what was found, tried and kept.
         ahead: compiles all kernels of the graph from the start.
+        pad: pads the products of a pass that trains, where that pays.
 
     Returns:
         The rewritten graph, or the original one when nothing pays, its inputs are written to, nsys or ncu watches, or the results
@@ -96,6 +100,9 @@ def optimise(
     tool = attached_profiler(os.environ)
     if tool and bench.on_cuda:
         return _unfused(region.original, f"{tool} is attached, and torch.profiler, which tells what pays, would get no kernel")
+    padded = pad(region, options, on_cuda=bench.on_cuda)
+    if padded.is_kept:
+        bench = Bench(LiveCapture(regions=[padded.region]), on_cuda=bench.on_cuda, timer=instruments.timer)
     progress, journal = progress or Progress(), journal or Journal()
     capture = profile_regions(bench.live, options.bandwidth or measure_bandwidth(device), device)
     patterns, sources = library_on_demand(options.kernel_dirs)
@@ -108,20 +115,25 @@ def optimise(
     entry.fusions = tuple(tried)
     if options.dry_run:
         return region.original.forward
-    _, entry.rewrites, chosen, kept = choose(bench, tried, built, options, progress, budget_s=_BUDGET_S, instruments=instruments)
-    entry.fusions, passes = tuple(chosen), kept_passes(entry.rewrites)
-    if not kept and not passes:
+    _, rewrites, chosen, kept = choose(bench, tried, built, options, progress, budget_s=_BUDGET_S, instruments=instruments)
+    entry.rewrites = rewrites if padded.row is None else (padded.row, *rewrites)
+    entry.fusions, passes = tuple(chosen), kept_passes(rewrites)
+    if not kept and not passes and not padded.is_kept:
         return region.original.forward
     entry.variant = bench.build(kept, passes)
-    forward: Call = entry.variant.modules[0].forward
+    return _checked(region, entry.variant.modules[0].forward, check)
+
+
+def _checked(region: Region, forward: Call, check: Callable[[Region, Call], ModelCheck] | None) -> Call:
+    """Return the rewritten graph's call, or the original one's where the results as a whole are too far from the truth."""
     found = None if check is None else check(region, forward)
-    if found is not None and not found.is_passed:
-        return _unfused(
-            region.original,
-            f"the graph's results as a whole are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
-            f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}",
-        )
-    return forward
+    if found is None or found.is_passed:
+        return forward
+    return _unfused(
+        region.original,
+        f"the graph's results as a whole are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
+        f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}",
+    )
 
 
 def optimise_for_any_size(region: Region, options: ApplyOptions) -> Call:
@@ -179,6 +191,14 @@ def _differentiable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule 
 
 def _holds_graphs(graph_module: torch.fx.GraphModule) -> bool:
     return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph_module.graph.nodes)
+
+
+def _loss_plan(graph_module: torch.fx.GraphModule, options: ApplyOptions) -> LossPlan | None:
+    """Find the losses that can be computed in chunks; with ``keep="verified"``, which tests numbers, however small they are."""
+    if not options.wants(LINEAR_CROSS_ENTROPY.id) or options.dry_run:
+        return None
+    least_bytes = LEAST_BYTES if options.is_timed else 0
+    return plan_losses(graph_module, drops_logits=options.drop_logits, least_bytes=least_bytes)
 
 
 class _FirstCall:
@@ -250,7 +270,8 @@ def fusion_advisor(
         example_inputs: its inputs; only whether they ask for gradients is read here.
         options: of ``torch.compile``. ``{"exact": True}`` rounds each op's result as eager does. ``{"freeze": True}`` folds what
             depends on weights and buffers alone. They must then not be written in a way that torch does not count (``.data``,
-            numpy), or ``torch.compiler.reset()`` is called after the write.
+            numpy), or ``torch.compiler.reset()`` is called after the write. ``{"drop_logits": True}`` lets a step that trains
+            return None for its logits, so that its loss need not hold them.
 
     Raises:
         UsageError: an option is not known.
@@ -264,13 +285,16 @@ def chosen_options(options: Mapping[str, Any]) -> ApplyOptions:
     Raises:
         UsageError: one is not known.
     """
-    unknown = sorted(set(options) - {"freeze", "exact"})
+    unknown = sorted(set(options) - {"freeze", "exact", "drop_logits"})
     if unknown:
         raise UsageError(
             detail=f"the backend has no option {', '.join(unknown)}",
-            help="its options are 'freeze' and 'exact', True or False",
+            help="its options are 'freeze', 'exact' and 'drop_logits', True or False",
         )
-    return ApplyOptions(freeze=bool(options.get("freeze", False)), exact=bool(options.get("exact", False)))
+    return ApplyOptions(
+        freeze=bool(options.get("freeze", False)), exact=bool(options.get("exact", False)),
+        drop_logits=bool(options.get("drop_logits", False)),
+    )  # fmt: skip
 
 
 def fuse_graph(
@@ -279,6 +303,7 @@ def fuse_graph(
     options: ApplyOptions,
     optimiser: Callable[..., Call] = optimise,
     names: Callable[[torch.fx.GraphModule, tuple[Any, ...]], Sequence[str]] | None = None,
+    trained: Callable[..., Call] = TrainedGraph,
 ) -> Call:
     """Return what runs in place of a graph: the backend for whoever has all the options of a run.
 
@@ -288,6 +313,7 @@ def fuse_graph(
         options: of the run.
         optimiser: rewrites the graph at its first call.
         names: of the inputs of a graph that asks for gradients, by its first call; None: from the graph alone.
+        trained: makes the call of a graph that asks for gradients.
     """
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         if dynamo.has_dynamic_shapes(graph_module):
@@ -300,9 +326,10 @@ def fuse_graph(
                 optimiser=functools.partial(optimiser, check=None), names=_given_names, training_pass=training_pass,
             )  # fmt: skip
 
-        return TrainedGraph(
+        return trained(
             graph_module, example_inputs, traced=_differentiable(graph_module), options=options, half=half,
             names=functools.partial(given, graph_module), unfused=functools.partial(_unfused, graph_module),
+            losses=_loss_plan(graph_module, options),
         )  # fmt: skip
     if dynamo.gives_gradients(graph_module):
         return _unfused(graph_module, OWN_GRADIENTS)

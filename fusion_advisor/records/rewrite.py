@@ -208,6 +208,9 @@ class GraphRewrite:
     step_delta_ci_ns: tuple[int, int] | None = None
     held_bytes: int = 0
     """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
+    saved_bytes: int = 0
+    """Memory that a training step takes less at its peak with the rewrite, by the lifetimes of its tensors. Where an option would
+    have to allow the rewrite: what it would spare at least."""
     predicted_saving_ns: int | None = None
     """What the launches that it takes away were expected to cost; of the CUDA graph what a step launch by launch takes beyond the
     device's own time and a call of the graph; of rewrites of GEMMs what they save alone. None where no figure of the run says."""
@@ -255,3 +258,5 @@ class Finding:
     """False: ``gain_ns`` is an upper bound."""
     share: float
     """gain_ns over the captured step's device time."""
+    spared_bytes: int = 0
+    """Memory of a step that it would spare at least, where it costs memory and no time: ``gain_ns`` is 0 then."""

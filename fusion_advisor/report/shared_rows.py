@@ -243,14 +243,14 @@ def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
 
 def finding_lines(report: Report) -> tuple[tuple[str, str, str], ...]:
     """Findings that need no kernel, largest gain first: title with gain, observation, change."""
-    return tuple(
-        (f"{one.id} {one.title}: {_gain(one)} of device time ({units.share(one.share)})", one.reason, one.change)
-        for one in report.findings
-    )
+    return tuple((f"{one.id} {one.title}: {_gain(one)}", one.reason, one.change) for one in report.findings)
 
 
 def _gain(one: Finding) -> str:
-    return f"{units.duration(one.gain_ns)} measured" if one.is_measured else f"at most {units.duration(one.gain_ns)}"
+    if one.spared_bytes:
+        return f"at least {units.size(one.spared_bytes)} of memory"
+    gain = f"{units.duration(one.gain_ns)} measured" if one.is_measured else f"at most {units.duration(one.gain_ns)}"
+    return f"{gain} of device time ({units.share(one.share)})"
 
 
 def attention_line(report: Report) -> str:

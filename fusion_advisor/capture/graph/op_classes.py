@@ -103,7 +103,6 @@ _MEMORY = frozenset(
         "contiguous",
         "copy",
         "copy_",
-        "_to_copy",
         "cat",
         "stack",
         "_pack",
@@ -163,6 +162,7 @@ _MEMORY = frozenset(
 _POINTWISE_UNTAGGED = frozenset(
     [
         "to",
+        "_to_copy",
         "type_as",
         "float",
         "half",

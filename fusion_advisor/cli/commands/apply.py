@@ -69,6 +69,8 @@ def apply(
     baseline: options.BaselineOpt = options.Against.EAGER,
     max_autotune: options.MaxAutotuneOpt = False,
     freeze: options.FreezeOpt = False,
+    drop_logits: options.DropLogitsOpt = False,
+    memory_budget: options.MemoryBudgetOpt = 1.0,
     fresh: options.FreshOpt = False,
     is_quick: options.EffortOpt = None,
     fail_on: options.FailOnOpt = None,
@@ -120,6 +122,7 @@ def apply(
         baseline=baseline.value,
         max_autotune=max_autotune,
         freeze=freeze,
+        drop_logits=drop_logits,
         effort="usual" if is_quick is None else "quick" if is_quick else "thorough",
         remembers=not fresh,
     )
@@ -143,7 +146,7 @@ def apply(
     )
     request = _request(context, target, asked)
     ranges, at = size_options.read_sizes(shapes, points, phase=request.phase, is_dry=dry_run)
-    chosen = replace(chosen, shapes=ranges, shape_points=at)
+    chosen = replace(chosen, shapes=ranges, shape_points=at, memory_budget=memory_budget)
     runner.run_apply(settings, request, chosen, shown, parse_rules(fail_on or (), absolute=absolute))
 
 

@@ -150,7 +150,6 @@ TrustOpt = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository ships.", rich_help_panel=_INPUT)
 ]
 OfflineOpt = Annotated[bool, typer.Option("--offline", help="Never ask the Hub.", rich_help_panel=_INPUT)]
-
 WarmupOpt = Annotated[int, typer.Option("--warmup", metavar="N", min=0, help="Untimed steps first.", rich_help_panel=_MEASURE)]
 RunsOpt = Annotated[int, typer.Option("--runs", metavar="N", min=3, help="Timed steps.", rich_help_panel=_MEASURE)]
 MinTimeOpt = Annotated[
@@ -168,7 +167,6 @@ NvtxOpt = Annotated[
         rich_help_panel=_MEASURE,
     ),
 ]
-
 MinShareOpt = Annotated[
     str, typer.Option("--min-share", metavar="SHARE", help="No kernel for smaller chains.", rich_help_panel=_ADVISE)
 ]
@@ -219,7 +217,6 @@ FastMathOpt = Annotated[
         rich_help_panel=_ADVISE,
     ),
 ]
-
 KeepOpt = Annotated[
     Keep,
     typer.Option("--keep", help="verified: all with right numbers, at any speed; for tests.", rich_help_panel=_KEEP),
@@ -268,10 +265,15 @@ MaxAutotuneOpt = Annotated[
 FreezeOpt = Annotated[
     bool, typer.Option("--freeze", help="Fold and copy weights: write to none, or call fused.refresh().", rich_help_panel=_KEEP)
 ]
+DropLogitsOpt = Annotated[
+    bool, typer.Option("--drop-logits", help="A training step returns None for its logits.", rich_help_panel=_KEEP)
+]
+MemoryBudgetOpt = Annotated[
+    float, typer.Option("--memory-budget", help="Share of a training step's activations to keep.", rich_help_panel=_KEEP)
+]
 FreshOpt = Annotated[
     bool, typer.Option("--fresh", help="Time every rewrite again, also where its verdict is remembered.", rich_help_panel=_KEEP)
 ]
-
 EffortOpt = Annotated[
     bool | None,
     typer.Option("--quick/--thorough", help="Choose by rewrites' own times; or time each for longer.", rich_help_panel=_KEEP),

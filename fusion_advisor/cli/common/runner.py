@@ -19,7 +19,7 @@ from fusion_advisor.cli.common.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, MachineTooBusy, NothingReplaced, NumericsFailed
 from fusion_advisor.files.safe_name import path_inside
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
-from fusion_advisor.fuse.plan.training_options import check_training_options
+from fusion_advisor.fuse.plan.training_options import check_options_of_other_phases, check_training_options
 from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
 from fusion_advisor.records.serialize import dump_report, read_report, write_atomic, write_capture
 from fusion_advisor.report.compare import gate_rules
@@ -96,10 +96,12 @@ def run_apply(
     """Apply the rewrites that pay, show their gains, and end with an error if a gate fails.
 
     Raises:
-        UsageError: the workload is a training step, and an option cannot serve one.
+        UsageError: an option cannot serve the workload's phase.
     """
     if request.phase == "train":
         check_training_options(options)
+    else:
+        check_options_of_other_phases(options)
 
     def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress, group: Any) -> Report:
         def save(report: Report) -> None:

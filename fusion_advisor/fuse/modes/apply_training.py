@@ -30,7 +30,7 @@ from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
 from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, first_report, measure_training
-from fusion_advisor.fuse.modes.training_findings import Findings, check_of_all, merged
+from fusion_advisor.fuse.modes.training_findings import Findings, check_of_all, logits_findings, merged, step_rows
 from fusion_advisor.fuse.pipeline import building_ahead, on_device
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
@@ -40,7 +40,7 @@ from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.fuse.train.journal import Entry, Journal
 from fusion_advisor.fuse.train.trained_model import TrainedModel
 from fusion_advisor.fuse.whole_model_gate import why_nothing_stays
-from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, Capture, Report
+from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, Capture, Report, Status
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.runtime.torch_internals import dynamo
 from fusion_advisor.workload.load import LoadedWorkload
@@ -207,6 +207,7 @@ def _refusal_of(fused: TrainedModel, entry: Entry) -> str:
 def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measured: Measured) -> Report:
     found = merged(journal.entries, functools.partial(_refusal_of, fused))
     outcomes = [graph.outcome for graph in fused.graphs_of_step if graph.outcome is not None]
+    whole = step_rows(outcomes)
     rewritten = [one for one in outcomes if not one.reason]
     checks = [one.check for one in rewritten or outcomes if one.check is not None]
     captured = step_profile.step_profile("captured", found.launches)
@@ -217,7 +218,9 @@ def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measur
         graph_breaks=tuple(fused.breaks),
     )  # fmt: skip
     return replace(
-        report, chains=found.chains, answers=found.answers, fusions=found.fusions, rewrites=found.rewrites, quality=quality,
+        report, chains=found.chains, answers=found.answers, fusions=found.fusions,
+        rewrites=(*whole, *found.rewrites), quality=quality,
+        findings=logits_findings(whole, report.workload.model_id),
         captured=replace(captured, timeline=None), model_check=check_of_all(checks),
     )  # fmt: skip
 
@@ -238,7 +241,8 @@ def _measured(
 ) -> Report:  # fmt: skip
     """Time the step before and after, trace it, and revert everything where the whole does not pass."""
     kept = [entry for entry in journal.entries if entry.variant is not None and not _refusal_of(fused, entry)]
-    if not kept:
+    is_lighter = any(row.status is Status.KEPT for row in report.rewrites)
+    if not kept and not is_lighter:
         rows = _baselines(job, fused, report, None, on_report)
         before = profile_of(rows, EAGER, "eager")
         unchanged = replace(before, label=_UNCHANGED)
@@ -256,7 +260,7 @@ def _measured(
     assert before.wall is not None and after.wall is not None
     refusal = why_nothing_stays(
         report.model_check is None or report.model_check.is_passed, before.device_ns, after.device_ns, before.wall, after.wall,
-        is_device_judged=job.on_cuda, is_time_judged=job.options.is_timed,
+        is_device_judged=job.on_cuda, is_time_judged=job.options.is_timed and job.options.memory_budget >= 1,
     )  # fmt: skip
     if refusal is None:
         return final

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from fusion_advisor.fuse.receipts import reverted_fusion, reverted_rewrite
 from fusion_advisor.fuse.train.journal import Entry
-from fusion_advisor.fuse.train.trained_graph import NOT_FASTER
-from fusion_advisor.records import Chain, Fusion, GraphRewrite, Launch, Match, ModelCheck, NoMatch, Status
+from fusion_advisor.fuse.train.trained_graph import NOT_FASTER, SLOWER, Outcome
+from fusion_advisor.records import Chain, Finding, Fusion, GraphRewrite, Launch, Match, ModelCheck, NoMatch, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,39 @@ def _rewrites(entries: Sequence[Entry], refusal_of: Callable[[Entry], str]) -> l
             named = replace(row, id=f"{row.id}{end}", training_pass=entry.training_pass)
             rows.append(reverted_rewrite(named, refusal, _status_of(refusal)) if refusal else named)
     return rows
+
+
+def step_rows(outcomes: Sequence[Outcome]) -> tuple[GraphRewrite, ...]:
+    """Return the rows of rewrites of whole steps, as they stand after the step was judged.
+
+    Args:
+        outcomes: of the graphs of a step.
+    """
+    several = len(outcomes) > 1
+    rows = []
+    for number, outcome in enumerate(outcomes, start=1):
+        for row in outcome.step_rows:
+            named = replace(row, id=f"{row.id}-{number}") if several else row
+            is_reverted = outcome.reason and row.status is Status.KEPT
+            status = Status.SLOWER if outcome.reason == SLOWER else Status.NOT_REPLACED
+            rows.append(replace(reverted_rewrite(named, outcome.reason, status), saved_bytes=0) if is_reverted else named)
+    return tuple(rows)
+
+
+def logits_findings(rows: Sequence[GraphRewrite], model: str) -> tuple[Finding, ...]:
+    """Return a finding for each loss that holds the logits only because the step returns them.
+
+    Args:
+        rows: of :func:`step_rows`.
+        model: how the command line names it.
+    """
+    return tuple(
+        Finding(
+            id=f"N{number}", title="The step returns its logits", reason=row.reason, gain_ns=0, is_measured=False, share=0.0,
+            change=f"fusion-advisor apply {model} --phase train --drop-logits", spared_bytes=row.saved_bytes,
+        )
+        for number, row in enumerate((row for row in rows if row.saved_bytes and row.status is Status.NOT_REPLACED), start=1)
+    )  # fmt: skip
 
 
 def check_of_all(checks: Sequence[ModelCheck]) -> ModelCheck | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from fusion_advisor.fuse.loss.budget import MEMORY_BUDGET
+from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
+from fusion_advisor.fuse.padding.pad_trial import PAD_PRODUCTS
 from fusion_advisor.fuse.passes.attention import DROP_MASKS, GROUP_HEADS, SHARE_MASKS
 from fusion_advisor.fuse.passes.constant_folding import FOLD_CONSTANTS, FOLD_FROZEN
 from fusion_advisor.fuse.passes.cse import SHARE_VALUES
@@ -23,6 +26,9 @@ from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS
 from fusion_advisor.records import GraphRewrite, RewriteStage, Status
 
 REWRITES: tuple[Rewrite, ...] = (
+    LINEAR_CROSS_ENTROPY,
+    PAD_PRODUCTS,
+    MEMORY_BUDGET,
     DROP_MASKS,
     GROUP_HEADS,
     SHARE_MASKS,

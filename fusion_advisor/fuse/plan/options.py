@@ -165,6 +165,10 @@ class ApplyOptions(ProfileOptions):
         shape_points: Sizes at which rewrites of the ranges are decided, in the order of the ranges; empty: chosen for each piece.
         effort: ``quick``: rewrites are chosen by their own times, and the step is timed for a moment, with all of them against
             none and without A/A. ``thorough``: each is timed in the step by itself, whatever its own times say, for longer.
+        drop_logits: Of training steps: nobody reads the logits that a step returns with its loss. They are None then, and the
+            loss is computed without them.
+        memory_budget: Of training steps: the share of activations that may be kept for the backward pass. The others are computed
+            again there, whatever time it takes. 1: what torch keeps by default.
         remembers: Put in what an earlier run on this machine kept for the same model, call, options and versions: its kernels are
             built and checked again, its verdicts are not timed again. What this run decides is remembered for the next.
     """
@@ -189,6 +193,8 @@ class ApplyOptions(ProfileOptions):
     shape_points: tuple[tuple[int, ...], ...] = ()
     keep: Literal["paying", "verified"] = "paying"
     effort: Effort = "usual"
+    drop_logits: bool = False
+    memory_budget: float = 1.0
     remembers: bool = False
 
     def __post_init__(self) -> None:
@@ -199,6 +205,8 @@ class ApplyOptions(ProfileOptions):
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
         if self.graphs < 1:
             raise UsageError(detail=f"graphs={self.graphs} keeps no CUDA graph", help="graph=False tries none")
+        if not 0 <= self.memory_budget <= 1:
+            raise UsageError(detail=f"--memory-budget {self.memory_budget:g} is no share", help="pass 0 to 1, or leave it out")
         if not 0.5 < self.confidence < 1:
             raise UsageError(
                 detail=f"--confidence must be above 0.5 and below 1, not `{self.confidence:g}`", help="0.95 is usual"

@@ -6,6 +6,20 @@ from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.plan.options import ApplyOptions
 
 
+def check_options_of_other_phases(options: ApplyOptions) -> None:
+    """Refuse what only a training step can serve.
+
+    Args:
+        options: of the run.
+
+    Raises:
+        UsageError: names the option.
+    """
+    for name, is_asked in (("--drop-logits", options.drop_logits), ("--memory-budget", options.memory_budget < 1)):
+        if is_asked:
+            raise UsageError(detail=f"{name} needs --phase train: only there is a loss", help="leave it out")
+
+
 def check_training_options(options: ApplyOptions) -> None:
     """Refuse what contradicts a training step.
 

@@ -100,6 +100,13 @@ class ScanRewrite(Rewrite):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRewrite(Rewrite):
+    """A change of a training step's graph before it is split into two passes: it is judged by the gradients of the whole step."""
+
+    stage: ClassVar[RewriteStage] = RewriteStage.PASS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallRewrite(Rewrite):
     """A change of how the whole call is launched: it is judged by wall time, after everything else."""
 

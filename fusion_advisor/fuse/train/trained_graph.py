@@ -3,6 +3,9 @@
 Both passes are AOTAutograd's graphs. Each is optimised like a graph that only infers, on the tensors of one step with random
 gradients of its outputs. Then the step with both is compared with the graph's own ops under autograd: outputs and all gradients
 against fp64, and the time of forward and backward together. A step that is not right or not faster runs the graph's own ops.
+
+Losses whose logits nobody else reads are computed in chunks first (``fuse.loss``), in a graph of their own with two passes of its
+own.
 """
 
 from __future__ import annotations
@@ -10,17 +13,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from fusion_advisor import units
 from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.fuse.live.model_check import Wide
+from fusion_advisor.fuse.loss.budget import row_of_budget
+from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, judged
 from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.train.both_passes import BothPasses, Half
 from fusion_advisor.fuse.train.gradients import LostGradient, Rows, TrainingStep, WideWithSameNumbers, check_gradients
-from fusion_advisor.records import ModelCheck
-from fusion_advisor.runtime.torch_internals import autograd_graphs
+from fusion_advisor.records import GraphRewrite, ModelCheck, Status
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
 from fusion_advisor.timing.interleaving import interleave
 from fusion_advisor.timing.paired import Comparison, compare_rounds
@@ -31,30 +37,6 @@ _SEED = 1
 Call = Callable[..., Any]
 
 
-class Half(Protocol):
-    """One of the two passes.
-
-    Attributes:
-        instead: where it is set, what runs in its place.
-    """
-
-    instead: Call | None
-
-    @property
-    def graph(self) -> GraphModule:
-        """As AOTAutograd made it."""
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether something was rewritten."""
-
-    def optimise(self, args: tuple[Any, ...]) -> Call:
-        """Rewrite it, by the tensors of a call."""
-
-    def __call__(self, *args: Any) -> Any:
-        """Run it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a graph that trains.
@@ -62,14 +44,17 @@ class Outcome:
     Attributes:
         reason: why it runs its own ops; empty where both passes run as they were rewritten.
         check: of its outputs and gradients; None where nothing was rewritten or the check could not be made.
+        step_rows: of rewrites of the whole step: its losses where they have large logits, its memory budget where there is one.
     """
 
     reason: str = ""
     check: ModelCheck | None = None
+    step_rows: tuple[GraphRewrite, ...] = ()
 
 
 NOTHING = "nothing was rewritten in either pass"
 NOT_FASTER = "forward and backward together are not measurably faster with what was rewritten in both passes"
+SLOWER = "forward and backward together are slower with the loss in chunks and what was rewritten in both passes"
 _NO_MEMORY = "no memory is left for a second step to compare with"
 
 
@@ -86,6 +71,8 @@ class TrainedGraph:
         unfused: warns with a reason and returns the call of the graph's own ops.
         timer: of steps; None: the one of the device.
         check: compares outputs and gradients.
+        losses: what can be done to its losses; None where none has large logits.
+        compare: times two ways to run a step in turn; None: by ``timer``.
 
     Attributes:
         outcome: known after the first call.
@@ -105,22 +92,29 @@ class TrainedGraph:
         unfused: Callable[[str], Call],
         timer: HostTimer | None = None,
         check: Callable[..., ModelCheck] = check_gradients,
+        losses: LossPlan | None = None,
+        compare: Callable[[Call, Call], Comparison] | None = None,
     ) -> None:
         self._original, self._traced, self._names, self._options = graph_module, traced, names, options
-        self._unfused, self._timer, self._check = unfused, timer, check
-        self.halves: list[Half] = []
-        """Both passes, in the order in which AOTAutograd hands them over."""
-        self._joint = autograd_graphs.with_backward(
-            graph_module, inputs, self._taken(half, "forward"), self._taken(half, "backward")
-        )
+        self._unfused, self._timer, self._check, self._losses = unfused, timer, check, losses
+        self._compare = compare
+        self._budget = options.memory_budget
+        self._plain = self._passes = self._base = BothPasses(graph_module, inputs, half)
+        if self._budget < 1:
+            self._passes = self._base = BothPasses(graph_module, inputs, half, self._budget)
+        self._drops: Callable[[Call], Call] = lambda call: call
+        """Makes a call that returns the logits return None in their place, where that is so of the passes in use."""
+        self._chunked = BothPasses(losses.chunked.module, inputs, half, self._budget) if losses and losses.chunked else None
         self._call: Call | None = None
 
-    def _taken(self, make: Callable[[GraphModule, str], Half], training_pass: str) -> Callable[[GraphModule], Half]:
-        def taken(graph_module: GraphModule) -> Half:
-            self.halves.append(make(graph_module, training_pass))
-            return self.halves[-1]
+    @property
+    def halves(self) -> list[Half]:
+        """Both passes, in the order in which AOTAutograd hands them over."""
+        return self._passes.halves
 
-        return taken
+    @property
+    def _joint(self) -> Call:
+        return self._passes.call
 
     @property
     def is_rewritten(self) -> bool:
@@ -138,43 +132,87 @@ class TrainedGraph:
             finally:
                 numbers.restore()
             self._call = self._chosen(self.outcome)
+            self._chunked = None
         return self._call(*args)
 
     def _chosen(self, outcome: Outcome) -> Call:
         """Return what runs from now on; that a graph has nothing to gain is no news."""
         if not outcome.reason:
             return self._joint
-        return self._original.forward if outcome.reason in (NOTHING, NOT_FASTER) else self._unfused(outcome.reason)
+        is_news = outcome.reason not in (NOTHING, NOT_FASTER, SLOWER)
+        return self._unfused(outcome.reason) if is_news else self._original.forward
 
     def _judged(self, args: tuple[Any, ...]) -> Outcome:
-        """Optimise both passes and compare."""
-        original: Call = self._original.forward
-        step = TrainingStep.of(original, self._names(args), args)
+        """Choose how losses are computed, optimise both passes and compare."""
+        row = self._losses.row if self._losses is not None else None
+        if self._chunked is not None and row is not None:
+            row = self._with_losses(row, args)
+        is_chunked = row is not None and row.status is Status.KEPT
+        rows = () if row is None else (row,)
+        if self._budget < 1:
+            peaks = self._plain.peak_bytes(lambda _: 0), self._base.peak_bytes(lambda _: 0)
+            rows = (*rows, row_of_budget(self._budget, *peaks))
+        step = TrainingStep.of(self._own, self._names(args), args)
         self._optimise_halves(step)
-        if not any(half.is_changed for half in self.halves):
-            return Outcome(NOTHING)
+        is_lighter = any(one.status is Status.KEPT for one in rows)
+        if not is_lighter and not any(half.is_changed for half in self.halves):
+            return Outcome(NOTHING, step_rows=rows)
+        reason, found = self._checked(step)
+        if reason or not self._options.is_timed or self._budget < 1:  # whoever asks for a budget pays for it with time
+            return Outcome(reason, found, rows)
+        change = self._compared(lambda: step.run(self._own), lambda: step.run(self._joint), step)
+        if is_chunked:  # it stays for its memory, unless that costs time
+            return Outcome(SLOWER if change.low_ns > 0 else "", found, rows)
+        return Outcome(NOT_FASTER if change.high_ns >= 0 else "", found, rows)
+
+    @property
+    def _own(self) -> Call:
+        """The graph's own ops."""
+        return self._drops(self._original.forward)
+
+    def _with_losses(self, row: GraphRewrite, args: tuple[Any, ...]) -> GraphRewrite:
+        """Judge the losses in chunks by themselves: nothing else is rewritten. What passes is in use from then on."""
+        assert self._chunked is not None and self._losses is not None and self._losses.chunked is not None
+        self._drops = self._losses.chunked.like
+        step = TrainingStep.of(self._own, self._names(args), args)
+        before, after = self._drops(self._base.call), self._chunked.call
+        saved_bytes = self._base.peak_bytes(lambda _: 0) - self._chunked.peak_bytes(chunk_inside)
+        with self._base.instead(lambda graph: graph.forward), self._chunked.instead(lambda graph: graph.forward):
+            self._passes = self._chunked
+            reason, _ = self._checked(step)
+            change = None if reason or not self._options.is_timed else self._compared(
+                lambda: step.run(before), lambda: step.run(after), step
+            )  # fmt: skip
+        row = verdict_on_loss(row, reason, change, saved_bytes)
+        if row.status is not Status.KEPT:
+            self._passes, self._drops = self._base, lambda call: call
+        return row
+
+    def _checked(self, step: TrainingStep) -> tuple[str, ModelCheck | None]:
+        """Compare the passes in use with the graph's own ops.
+
+        Returns:
+            Why they may not stay, empty where they may; and the check, where it could be made.
+        """
         # Once with other numbers: a mask kept from the first call would be right for that call alone. And a second backward
         # pass over what is kept: one that writes to it is right once.
         step.run(self._joint, seed=_SEED + 1)
         ours = step.run(self._joint, seed=_SEED, backward_passes=2)
-        if any(autograd_graphs.draws_numbers(half.graph) for half in self.halves):
+        if self._plain.draws_numbers:
             # Eager's dropout may draw other numbers from the same seed than the one op that it is traced as.
-            theirs, wide = self._run_instead(step, lambda half: half.forward), self._wide_halves
+            theirs, wide = self._run_plain(step, lambda graph: graph.forward), self._wide_halves
         else:
-            theirs, wide = step.run(original, seed=_SEED), self._wide_halves if self._traced is None else self._wide
+            theirs, wide = step.run(self._own, seed=_SEED), self._wide_halves if self._traced is None else self._wide
         try:
             found = self._check(ours, theirs, functools.partial(wide, step))
         except LostGradient as lost:
-            return Outcome(f"the step's gradients are others than the graph's own: {lost}")
-        if not found.is_passed:
-            return Outcome(
-                f"the step's outputs and gradients are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
-                f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}",
-                found,
-            )
-        if self._options.is_timed and self._compared(step).high_ns >= 0:
-            return Outcome(NOT_FASTER, found)
-        return Outcome(check=found)
+            return f"the step's gradients are others than the graph's own: {lost}", None
+        if found.is_passed:
+            return "", found
+        return (
+            f"the step's outputs and gradients are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
+            f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}"
+        ), found
 
     def _optimise_halves(self, step: TrainingStep) -> None:
         """Rewrite both passes on what one step gives them.
@@ -205,25 +243,48 @@ class TrainedGraph:
     def _wide(self, step: TrainingStep) -> Rows:
         """Run the ops as the model calls them in fp64."""
         assert self._traced is not None
-        return step.run(Wide(self._traced).run, is_wide=True, seed=_SEED)
+        return step.run(self._drops(Wide(self._traced).run), is_wide=True, seed=_SEED)
 
     def _wide_halves(self, step: TrainingStep) -> Rows:
         """Run both passes as they were traced in fp64, with the random numbers that the narrow ops draw."""
-        return self._run_instead(step, lambda graph: WideWithSameNumbers(graph).run, is_wide=True)
+        return self._run_plain(step, lambda graph: WideWithSameNumbers(graph).run, is_wide=True)
 
-    def _run_instead(self, step: TrainingStep, instead: Callable[[GraphModule], Call], *, is_wide: bool = False) -> Rows:
-        for half in self.halves:
-            half.instead = instead(half.graph)
-        try:
-            return step.run(self._joint, is_wide=is_wide, seed=_SEED)
-        finally:
-            for half in self.halves:
-                half.instead = None
+    def _run_plain(self, step: TrainingStep, instead: Callable[[GraphModule], Call], *, is_wide: bool = False) -> Rows:
+        """Run both passes of the graph as dynamo captured it, with other calls in their place."""
+        with self._plain.instead(instead):
+            return step.run(self._drops(self._plain.call), is_wide=is_wide, seed=_SEED)
 
-    def _compared(self, step: TrainingStep) -> Comparison:
+    def _compared(self, before: Call, after: Call, step: TrainingStep) -> Comparison:
+        """Time two ways to run a step in turn."""
+        if self._compare is not None:
+            return self._compare(before, after)
         on_cuda = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in step.args)
-        before, after = interleave(
-            [lambda: step.run(self._original.forward), lambda: step.run(self._joint)],
-            rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=on_cuda, timer=self._timer or step_timer(on_cuda=on_cuda),
+        before_ns, after_ns = interleave(
+            [before, after], rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=on_cuda,
+            timer=self._timer or step_timer(on_cuda=on_cuda),
         )  # fmt: skip
-        return compare_rounds(before, after, self._options.confidence)
+        return compare_rounds(before_ns, after_ns, self._options.confidence)
+
+
+def verdict_on_loss(row: GraphRewrite, reason: str, change: Comparison | None, saved_bytes: int) -> GraphRewrite:
+    """Return the row of losses in chunks: they stay if their numbers pass and the step is not measurably slower with them.
+
+    They need not be faster: they are there for the memory.
+
+    Args:
+        row: before.
+        reason: what is wrong with the numbers; empty where they pass.
+        change: of the step's time; None where it was not timed.
+        saved_bytes: of the step at its peak.
+    """
+    if reason:
+        return judged(row, Status.WRONG_NUMBERS, reason)
+    interval = None if change is None else (change.low_ns, change.high_ns)
+    delta_ns = None if change is None else change.delta_ns
+    if saved_bytes <= 0:
+        return judged(row, Status.NOT_REPLACED, "the step takes no less memory at its peak without the logits")
+    if change is not None and change.low_ns > 0:
+        reason = f"the step is slower without the logits, which would spare {units.size(saved_bytes)} at its peak"
+        return judged(row, Status.SLOWER, reason, delta_ns=delta_ns, interval_ns=interval)
+    reason = f"the step takes {units.size(saved_bytes)} less at its peak, by the lifetimes of its tensors"
+    return judged(row, Status.KEPT, reason, saved_bytes=saved_bytes, delta_ns=delta_ns, interval_ns=interval)

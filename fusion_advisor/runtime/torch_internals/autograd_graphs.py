@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_advisor.runtime.torch_internals import fx_trace
 
+_LEAST_BUDGET = 1e-6
+"""With 0 torch keeps the inputs alone, and draws random numbers again whatever is said of them."""
+
 MakeCall = Callable[[GraphModule], Callable[..., Any]]
 """Takes one of the two graphs and returns what runs in its place."""
 
 
-def with_backward(graph_module: GraphModule, inputs: list[Any], forward: MakeCall, backward: MakeCall) -> Callable[..., Any]:
+def with_backward(
+    graph_module: GraphModule, inputs: list[Any], forward: MakeCall, backward: MakeCall, *, memory_budget: float = 1.0
+) -> Callable[..., Any]:
     """Return a graph as a function that autograd differentiates by a second graph; call it in dynamo's backend.
 
     What the backward pass reads is chosen by torch's min-cut partitioner: it computes again what is cheaper to compute than to
@@ -32,6 +38,7 @@ def with_backward(graph_module: GraphModule, inputs: list[Any], forward: MakeCal
         inputs: its fake inputs.
         forward: makes the call for the forward graph, which returns the outputs and what is kept.
         backward: makes the call for the backward graph, which is given what was kept and the outputs' gradients.
+        memory_budget: share of what would be kept by default that may be; with 0 little but the inputs and what is random.
     """
 
     def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
@@ -46,25 +53,31 @@ def with_backward(graph_module: GraphModule, inputs: list[Any], forward: MakeCal
         fw_compiler=compiler(forward),
         bw_compiler=compiler(backward),
         inference_compiler=compiler(forward),
-        partition_fn=_partitioned,
+        partition_fn=functools.partial(_partitioned, is_budgeted=memory_budget < 1),
     )
     # Else the backward graph would be handed over in the middle of the first backward pass: on a GPU in a thread of autograd's.
-    with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
+    own = {
+        "donated_buffer": False, "force_non_lazy_backward_lowering": True,
+        "activation_memory_budget": max(memory_budget, _LEAST_BUDGET),
+    }  # fmt: skip
+    with config.patch(own):
         call: Callable[..., Any] = to_graphs(graph_module, inputs)
     return call
 
 
-def _partitioned(joint: GraphModule, *args: Any, **more: Any) -> tuple[GraphModule, GraphModule]:
-    """Part a joint graph in two; under a checkpoint too, what may be random is kept and not computed again.
+def _partitioned(joint: GraphModule, *args: Any, is_budgeted: bool, **more: Any) -> tuple[GraphModule, GraphModule]:
+    """Part a joint graph in two; under a checkpoint or a budget too, what may be random is kept and not computed again.
+
+    Under a budget torch would draw a dropout's numbers again, other ones.
 
     Torch would keep the generator's state for it, a tensor of unknown size, and run it again by an op that takes the state. Such
     an op is attention, whatever it drops: of each layer its result and one number a row are kept.
     """
     for node in joint.graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if is_random and node.meta.pop("recompute", None) is not None:
+        if is_random and (node.meta.pop("recompute", None) is not None or is_budgeted):
             parts = [user for user in node.users if user.target is operator.getitem]
-            for kept in parts or [node]:
+            for kept in [*parts, node] if is_budgeted else parts or [node]:
                 kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, *args, **more)
 

@@ -14,17 +14,20 @@ from torch import nn
 import fusion_advisor as fa
 from fusion_advisor.errors import NotTrainable, UnreadableReport, UsageError
 from fusion_advisor.fuse.dynamo_backend import optimise
+from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
 from fusion_advisor.fuse.modes.apply_training import apply_training
-from fusion_advisor.fuse.modes.training_findings import merged
+from fusion_advisor.fuse.modes.training_findings import merged, step_rows
+from fusion_advisor.fuse.passes.registry import row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
 from fusion_advisor.fuse.plan.plan import Plan
 from fusion_advisor.fuse.train.journal import Journal
-from fusion_advisor.fuse.train.trained_graph import NOT_FASTER
+from fusion_advisor.fuse.train.trained_graph import NOT_FASTER, SLOWER, Outcome
 from fusion_advisor.records import GRADIENT, Status
 from fusion_advisor.records.serialize import dump_report, load_report, read_report, write_capture
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.workload.load import describe_live
+from tests.fuse.train.test_chunked_losses import Speaker, batch
 from tests.fuse.train.test_planted import PLANTS
 from tests.fuse.train.test_trained_graph import WIDTH, Block, gradients, step
 from tests.report.fixtures import applied
@@ -196,3 +199,59 @@ def test_parts_that_are_frozen_in_eval_mode_stay_so(loaded):
     assert run.fused.launches > 0 and not run.fused.fallbacks
     assert torch.equal(model[0].running_mean, before) and model[0].num_batches_tracked == 0
     run.revert()
+
+
+@pytest.fixture
+def speaker():
+    torch.manual_seed(0)
+    yield lambda **kind: describe_live(Speaker(**kind).train(), batch(), phase="train")
+    torch.compiler.reset()
+
+
+def row_of_loss(report):
+    return next(row for row in report.rewrites if row.id == "linear-cross-entropy")
+
+
+def test_a_loss_in_chunks_is_a_row_with_what_it_spares(speaker):
+    run = apply_training(speaker(), replace(OPTIONS, only=("no_kernel", "linear-cross-entropy")))
+    report, row = run.report, row_of_loss(run.report)
+    assert (report.status, report.after.label, row.status) == ("applied", "fused", Status.KEPT)
+    assert row.saved_bytes > 0 and "of memory" in render_markdown(report)
+    assert load_report(dump_report(report)) == report and not report.findings
+    assert "less at its peak" in render_html(report)
+    loss = run.fused.model(*batch())
+    loss.backward()
+    assert not run.fused.fallbacks
+    run.revert()
+    torch.testing.assert_close(loss, run.fused.model(*batch()), rtol=2e-5, atol=2e-6)
+
+
+def test_returned_logits_are_a_finding_and_dropped_where_the_user_says_so(speaker):
+    options = replace(OPTIONS, only=("no_kernel", "linear-cross-entropy"))
+    report = apply_training(speaker(returns_logits=True), options).report
+    (finding,) = report.findings
+    row = row_of_loss(report)
+    assert row.status is Status.NOT_REPLACED and finding.spared_bytes == row.saved_bytes > 0
+    for shown in (render_html(report), render_markdown(report)):
+        assert "The step returns its logits: at least" in shown and "--drop-logits" in shown
+    torch.compiler.reset()
+    run = apply_training(speaker(returns_logits=True), replace(options, drop_logits=True))
+    assert row_of_loss(run.report).status is Status.KEPT and not run.report.findings
+    loss, logits = run.fused.model(*batch())
+    assert logits is None
+    loss.backward()
+    run.revert()
+    assert run.fused.model(*batch())[1] is not None
+
+
+def test_logits_are_dropped_in_training_steps_alone():
+    with pytest.raises(UsageError, match="--drop-logits needs --phase train"):
+        fa.apply(Block().eval(), (torch.randn(2, 5, WIDTH),), drop_logits=True)
+
+
+@pytest.mark.parametrize(("reason", "status"), [(SLOWER, Status.SLOWER), ("wrong", Status.NOT_REPLACED), ("", Status.KEPT)])
+def test_a_loss_in_chunks_goes_with_the_step_that_it_stands_in(reason, status):
+    kept = row_of(LINEAR_CROSS_ENTROPY, status=Status.KEPT, reason="", sites=1)
+    (row,) = step_rows([Outcome(reason, step_rows=(replace(kept, saved_bytes=7),))])
+    assert (row.status, row.reason, row.saved_bytes) == (status, reason, 0 if reason else 7)
+    assert [one.id for one in step_rows([Outcome(step_rows=(kept,))] * 2)] == ["linear-cross-entropy-1", "linear-cross-entropy-2"]

@@ -83,3 +83,33 @@ def test_a_copy_of_a_graph_may_be_changed():
 )
 def test_which_ops_draw_numbers(function, is_random):
     assert autograd_graphs.draws_numbers(torch.fx.symbolic_trace(function)) is is_random
+
+
+def kept_bytes(memory_budget):
+    """What the forward pass of four layers keeps, its gradients, and the backward graph's ops."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(4)))
+    graphs = []
+
+    def take(graph_module):
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    def backend(graph_module, inputs):
+        return autograd_graphs.with_backward(graph_module, inputs, take, take, memory_budget=memory_budget)
+
+    torch.compile(model, backend=backend, dynamic=False)(torch.ones(64, 16)).square().sum().backward()
+    torch.compiler.reset()
+    given = [node for node in graphs[1].graph.nodes if node.op == "placeholder" and "tangents" not in str(node.target)]
+    sizes = [node.meta["val"].nbytes for node in given if node.meta["val"].shape[0] == 64]
+    return sum(sizes), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_a_memory_budget_keeps_less_and_gives_the_same_gradients():
+    whole, gradients = kept_bytes(1.0)
+    half, of_half = kept_bytes(0.5)
+    least, of_least = kept_bytes(0.0)
+    assert least < half < whole
+    for found in (of_half, of_least):
+        for mine, own in zip(found, gradients, strict=True):
+            torch.testing.assert_close(mine, own)

@@ -1,0 +1,90 @@
+"""Puts the chunked loss into a copy of dynamo's graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion_advisor.fuse.loss.find_loss import LossSite
+from fusion_advisor.fuse.loss.loss_op import linear_cross_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedGraph:
+    """A graph whose losses are computed in chunks.
+
+    Attributes:
+        module: the graph.
+        dropped: places of the graph's results that it returns as None, for they were logits.
+    """
+
+    module: GraphModule
+    dropped: tuple[int, ...] = ()
+
+    def like(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of the graph as it was that returns None in the same places.
+
+        Args:
+            call: returns a sequence.
+        """
+        if not self.dropped:
+            return call
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            return tuple(None if place in self.dropped else value for place, value in enumerate(call(*args)))
+
+        return run
+
+
+def with_chunked_losses(graph_module: GraphModule, sites: Sequence[LossSite]) -> ChunkedGraph:
+    """Return a copy of a graph with the losses of some sites computed in chunks.
+
+    Args:
+        graph_module: dynamo's; it stays as it is.
+        sites: without refusals. What they return of the logits becomes None.
+    """
+    graph, copies = Graph(), dict[Node, Node]()
+    results = graph.graph_copy(graph_module.graph, copies)
+    gone = {copies[node] for site in sites for node in site.returned}
+    assert isinstance(results, tuple | list)
+    dropped = tuple(place for place, node in enumerate(results) if node in gone)
+    graph.output(tuple(None if place in dropped else node for place, node in enumerate(results)))
+    for site in sites:
+        _put(graph, site, copies)
+    module = GraphModule(graph_module, graph)
+    module.meta.update(graph_module.meta)
+    return ChunkedGraph(module, dropped)
+
+
+def _put(graph: Graph, site: LossSite, copies: dict[Node, Node]) -> None:
+    linear, loss = copies[site.linear], copies[site.loss]
+    given = dict(zip(("input", "weight", "bias"), linear.args, strict=False)) | dict(linear.kwargs)
+    hidden, value = given["input"], site.linear.meta["example_value"]
+    assert isinstance(hidden, Node)
+    width = hidden.meta["example_value"].shape[-1]
+    with graph.inserting_before(loss):
+        before = value
+        for step in site.steps:
+            after = step.meta["example_value"]
+            if step.target is operator.getitem:
+                hidden = graph.call_function(operator.getitem, (hidden, step.args[1]))
+            elif after.shape != before.shape:
+                hidden = graph.call_function(torch.reshape, (hidden, (*after.shape[:-1], width)))
+            before = after
+        labels = site.given["target"]
+        chunked = graph.call_function(
+            linear_cross_entropy,
+            (
+                hidden, given["weight"], given.get("bias"), copies[labels], value.dtype, loss.meta["example_value"].dtype,
+                site.reduction, site.given["ignore_index"], site.given["label_smoothing"],
+            ),
+        )  # fmt: skip
+    chunked.meta = dict(loss.meta)
+    loss.replace_all_uses_with(chunked)
+    for node in (loss, *(copies[step] for step in reversed(site.steps)), linear):
+        graph.erase_node(node)

@@ -1,0 +1,101 @@
+"""Both passes of a graph that trains, as AOTAutograd parts them, and other calls in their place for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch.fx import GraphModule, Node
+
+from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
+from fusion_advisor.runtime.torch_internals import autograd_graphs
+
+Call = Callable[..., Any]
+
+
+class Half(Protocol):
+    """One of the two passes.
+
+    Attributes:
+        instead: where it is set, what runs in its place.
+    """
+
+    instead: Call | None
+
+    @property
+    def graph(self) -> GraphModule:
+        """As AOTAutograd made it."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something was rewritten."""
+
+    def optimise(self, args: tuple[Any, ...]) -> Call:
+        """Rewrite it, by the tensors of a call."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+
+
+class BothPasses:
+    """A graph as a function that autograd differentiates by a second graph.
+
+    Args:
+        graph_module: in dynamo's ops.
+        inputs: its fake inputs.
+        half: makes a pass's call from its graph and its name, ``forward`` or ``backward``.
+        memory_budget: share of the activations that may be kept.
+
+    Attributes:
+        halves: both passes, in the order in which AOTAutograd hands them over.
+        call: runs the first, and the second when autograd asks for it.
+    """
+
+    def __init__(
+        self, graph_module: GraphModule, inputs: list[Any], half: Callable[[GraphModule, str], Half], memory_budget: float = 1.0
+    ) -> None:
+        self.halves: list[Half] = []
+        self._graphs: dict[str, GraphModule] = {}
+
+        def taken(name: str) -> Callable[[GraphModule], Half]:
+            def take(graph: GraphModule) -> Half:
+                self.halves.append(half(graph, name))
+                self._graphs[name] = graph
+                return self.halves[-1]
+
+            return take
+
+        self.call: Call = autograd_graphs.with_backward(
+            graph_module, inputs, taken("forward"), taken("backward"), memory_budget=memory_budget
+        )
+
+    @contextmanager
+    def instead(self, run: Callable[[GraphModule], Call]) -> Iterator[None]:
+        """Let other calls run in place of both passes while the context lasts.
+
+        Args:
+            run: makes a call from a pass's graph.
+        """
+        for half in self.halves:
+            half.instead = run(half.graph)
+        try:
+            yield
+        finally:
+            for half in self.halves:
+                half.instead = None
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether an op of either pass is random."""
+        return any(autograd_graphs.draws_numbers(half.graph) for half in self.halves)
+
+    def peak_bytes(self, inside: Callable[[Node], int]) -> int:
+        """Return how much memory a step takes at its peak.
+
+        Args:
+            inside: says what an op holds while it runs and does not return.
+        """
+        if len(self._graphs) < 2:
+            return 0
+        return step_peak_bytes(self._graphs["forward"], self._graphs["backward"], inside)

@@ -1,0 +1,274 @@
+"""Training with losses in chunks: eager's gradients, all that autograd promises, and a verdict of its own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fusion_advisor.capture.graph.fx_nodes import tensors_of
+from fusion_advisor.fuse.dynamo_backend import chosen_options, fuse_graph
+from fusion_advisor.fuse.loss.record import plan_losses
+from fusion_advisor.fuse.passes.registry import REWRITES
+from fusion_advisor.fuse.train.trained_graph import TrainedGraph, verdict_on_loss
+from fusion_advisor.records import Status
+from fusion_advisor.timing.paired import compare_rounds
+from tests.fuse.train.test_trained_graph import OPTIONS, compare, gradients
+
+WORDS, WIDTH, ROWS = 211, 24, 64
+KEPT = Status.KEPT
+
+
+class Speaker(nn.Module):
+    """An embedding, a layer and a head; the loss is all that it returns, unless it is asked for the logits."""
+
+    def __init__(self, *, is_tied=False, dropout=0.0, is_checkpointed=False, returns_logits=False):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(WIDTH, WORDS, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+        self.is_checkpointed, self.returns_logits = is_checkpointed, returns_logits
+
+    def body(self, words):
+        return self.dropout(functional.gelu(self.layer(self.embedding(words))))
+
+    def forward(self, words, labels):
+        hidden = checkpoint(self.body, words, use_reentrant=False) if self.is_checkpointed else self.body(words)
+        logits = self.head(hidden)
+        loss = functional.cross_entropy(logits.float().view(-1, WORDS), labels.view(-1))
+        return (loss, logits) if self.returns_logits else loss
+
+
+class Backend:
+    """The backend; keeps the graphs that train."""
+
+    def __init__(self, options=OPTIONS):
+        self.graphs, self.options = [], options
+
+    def __call__(self, graph_module, inputs):
+        call = fuse_graph(graph_module, inputs, self.options)
+        if isinstance(call, TrainedGraph):
+            self.graphs.append(call)
+        return call
+
+    @property
+    def row(self):
+        (graph,) = self.graphs
+        return next((row for row in graph.outcome.step_rows if row.id == "linear-cross-entropy"), None)
+
+
+def batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, WORDS, (4, ROWS // 4), generator=generator)
+    labels = torch.randint(0, WORDS, (4, ROWS // 4), generator=generator)
+    labels[:, ::3] = -100
+    return words, labels
+
+
+def made(options=OPTIONS, **kind):
+    torch.manual_seed(0)
+    model, backend = Speaker(**kind), Backend(options)
+    return model, copy.deepcopy(model), torch.compile(model, backend=backend, dynamic=False), backend
+
+
+@pytest.fixture(autouse=True)
+def _no_warning():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fusion-advisor runs the original ops")
+        yield
+    torch.compiler.reset()
+
+
+def widest(graph):
+    """Elements of the largest tensor whose last dim is the vocabulary, in both passes."""
+    values = [value for half in graph.halves for node in half.graph.graph.nodes for value in tensors_of(node.meta.get("val"))]
+    return max((value.numel() for value in values if value.dim() and value.shape[-1] == WORDS), default=0)
+
+
+@pytest.mark.parametrize("kind", [{}, {"is_tied": True}, {"is_checkpointed": True}], ids=str)
+def test_gradients_are_eagers_and_no_pass_holds_the_logits(kind):
+    model, plain, compiled, backend = made(**kind)
+    for factor in (1.0, 1.0, 0.25):  # gradients add up
+        losses = [call(*batch()) for call in (compiled, plain)]
+        for loss in losses:
+            (factor * loss).backward()
+        torch.testing.assert_close(*losses, rtol=2e-5, atol=2e-6)
+    compare(gradients(model), gradients(plain))
+    assert backend.row.status is KEPT and backend.row.saved_bytes > 0
+    assert widest(backend.graphs[0]) == 0  # gradients of the weight are WORDS high
+    assert backend.row.id in {rewrite.id for rewrite in REWRITES}
+
+
+def test_without_the_rewrite_both_passes_hold_the_logits():
+    _, _, compiled, backend = made(replace(OPTIONS, skip=("linear-cross-entropy",)))
+    compiled(*batch()).backward()
+    assert backend.row is None and widest(backend.graphs[0]) == ROWS * WORDS
+
+
+def test_dropout_draws_anew_and_gradients_know_where():
+    model, _, compiled, backend = made(dropout=0.5)
+    found = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss = compiled(*batch())
+        loss.backward()
+        found.append((loss.detach(), gradients(model)["layer.weight"]))
+    assert backend.row.status is KEPT
+    assert torch.equal(found[0][1], found[1][1]) and not torch.allclose(found[0][0], found[2][0])
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    model, plain, compiled, backend = made()
+    for one in (model, plain):
+        one.head.requires_grad_(False)
+    for call in (compiled, plain):
+        call(*batch()).backward()
+    assert model.head.weight.grad is None and backend.row.status is KEPT
+    compare(gradients(model), gradients(plain))
+    (asked,) = (
+        node.args[-1]
+        for half in backend.graphs[0].halves
+        for node in half.graph.graph.nodes
+        if str(node.target) == "fusion_advisor.linear_cross_entropy.default"
+    )
+    assert list(asked) == [True, False, False]
+
+
+def test_a_backward_pass_may_run_twice_and_has_no_gradient_itself():
+    model, plain, compiled, backend = made()
+    for call in (compiled, plain):
+        loss = call(*batch())
+        loss.backward(retain_graph=True)
+        loss.backward()
+    compare(gradients(model), gradients(plain))
+    loss = compiled(*batch())
+    (gradient,) = torch.autograd.grad(loss, [model.layer.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradient.sum().backward()
+    assert backend.row.status is KEPT
+
+
+def test_all_rows_ignored_gives_nan_and_no_gradient():
+    model, plain, compiled, backend = made()
+    compiled(*batch())  # verified on rows that count
+    words, labels = batch()
+    for call in (compiled, plain):
+        loss = call(words, torch.full_like(labels, -100))
+        loss.backward()
+        assert loss.isnan()
+    compare(gradients(model), gradients(plain))
+    assert backend.row.status is KEPT and not model.head.weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_under_autocast_with_a_scaled_loss(dtype):
+    model, plain, compiled, backend = made()
+    for one, call in ((model, compiled), (plain, plain)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype):
+                loss = call(*batch(number))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**14
+    assert backend.row.status is KEPT
+    for name, theirs in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], theirs, rtol=0.05, atol=2e-2 * float(theirs.abs().max()))
+    for (_, mine), (_, own) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-2, atol=1e-3)
+
+
+def test_logits_that_are_returned_stay():
+    _, plain, compiled, backend = made(returns_logits=True)
+    _, logits = compiled(*batch())
+    torch.testing.assert_close(logits, plain(*batch())[1], rtol=2e-5, atol=2e-6)
+    assert backend.row.status is Status.NOT_REPLACED and "--drop-logits" in backend.row.reason
+
+
+def test_dropped_logits_are_none_and_gradients_eagers():
+    model, plain, compiled, backend = made(replace(OPTIONS, drop_logits=True), returns_logits=True)
+    loss, logits = compiled(*batch())
+    loss.backward()
+    plain(*batch())[0].backward()
+    assert logits is None and backend.row.status is KEPT and widest(backend.graphs[0]) == 0
+    compare(gradients(model), gradients(plain))
+    assert chosen_options({"drop_logits": True}).drop_logits and not chosen_options({}).drop_logits
+
+
+def wrong(chunked_loss):
+    """The graph of losses in chunks with a factor too much."""
+    graph = chunked_loss.module.graph
+    (output,) = graph.find_nodes(op="output")
+    (loss,) = output.all_input_nodes
+    with graph.inserting_before(output):
+        more = graph.call_function(torch.mul, (loss, 1.01))
+    output.replace_input_with(loss, more)
+    chunked_loss.module.recompile()
+
+
+def judged(times=None, plant=lambda _: None):
+    """The row of a graph whose loss in chunks is planted, or timed by planted clocks."""
+    rows = []
+
+    class Planted(TrainedGraph):
+        def __init__(self, graph_module, inputs, **more):
+            plan = plan_losses(graph_module, drops_logits=False, least_bytes=0)
+            plant(plan.chunked)
+            clock = None if times is None else lambda *_: compare_rounds(*([one] * 20 for one in times))
+            super().__init__(graph_module, inputs, **more | {"losses": plan, "compare": clock})
+
+    options = OPTIONS if times is None else replace(OPTIONS, keep="paying")
+
+    def backend(graph_module, inputs):
+        rows.append(fuse_graph(graph_module, inputs, options, unchanged, trained=Planted))
+        return rows[-1]
+
+    torch.manual_seed(0)
+    model = Speaker()
+    plain = copy.deepcopy(model)
+    torch.compile(model, backend=backend, dynamic=False)(*batch()).backward()
+    plain(*batch()).backward()
+    compare(gradients(model), gradients(plain))
+    return rows[0]
+
+
+def unchanged(region, options, check=None):
+    """Rewrite nothing in a pass."""
+    return region.original.forward
+
+
+def test_a_wrong_loss_is_refused():
+    graph = judged(plant=wrong)
+    assert graph.outcome.step_rows[0].status is Status.WRONG_NUMBERS and graph.outcome.reason
+    assert "too far from float64" in graph.outcome.step_rows[0].reason
+
+
+@pytest.mark.parametrize(("times", "status"), [((1000, 1000), KEPT), ((1000, 900), KEPT), ((900, 1000), Status.SLOWER)], ids=str)
+def test_it_stays_unless_the_step_is_slower(times, status):
+    row = judged(times).outcome.step_rows[0]
+    assert row.status is status and row.step_delta_ns == times[1] - times[0]
+    assert (row.saved_bytes > 0) == (status is KEPT)
+
+
+def test_what_spares_nothing_does_not_stay():
+    _, _, compiled, backend = made()
+    compiled(*batch())
+    row = verdict_on_loss(backend.row, "", None, 0)
+    assert row.status is Status.NOT_REPLACED and "no less memory" in row.reason
+
+
+def test_passes_of_a_step_with_a_loss_in_chunks_are_fused_too():
+    _, _, compiled, backend = made()
+    compiled(*batch()).backward()
+    assert any(half.is_changed for half in backend.graphs[0].halves)

@@ -1,0 +1,88 @@
+"""A memory budget: the peak before and after, eager's gradients, and no random op drawn again."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fusion_advisor.errors import UsageError
+from fusion_advisor.fuse.loss.budget import MEMORY_BUDGET, row_of_budget
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.training_options import check_options_of_other_phases
+from fusion_advisor.records import Status
+from fusion_advisor.runtime.torch_internals import autograd_graphs
+from tests.fuse.train.test_chunked_losses import Backend
+from tests.fuse.train.test_trained_graph import OPTIONS, WIDTH, Block, compare, gradients, step
+
+BUDGET = replace(OPTIONS, memory_budget=0.2)
+
+
+class Deep(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, *, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(dropout=dropout) for _ in range(4)))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    yield
+    torch.compiler.reset()
+
+
+def made(options, **kind):
+    torch.manual_seed(0)
+    model, backend = Deep(**kind), Backend(options)
+    return model, copy.deepcopy(model), torch.compile(model, backend=backend, dynamic=False), backend
+
+
+def test_the_peak_falls_and_gradients_are_eagers():
+    model, plain, compiled, backend = made(BUDGET)
+    x = torch.randn(16, 8, WIDTH)
+    step(compiled, x)
+    step(plain, x)
+    compare(gradients(model), gradients(plain))
+    (row,) = backend.graphs[0].outcome.step_rows
+    assert (row.id, row.status) == (MEMORY_BUDGET.id, Status.KEPT) and row.saved_bytes > 0
+    assert "the step's peak falls from" in row.reason and backend.graphs[0].is_rewritten
+
+
+def test_time_does_not_take_back_what_the_user_asked_for():
+    """Nothing is timed against eager, which would be faster: it computes nothing again."""
+    model, _, compiled, backend = made(replace(BUDGET, keep="paying", only=("no_kernel", "memory-budget")))
+    step(compiled, torch.randn(16, 8, WIDTH))
+    assert backend.graphs[0].outcome.reason == "" and gradients(model)
+
+
+@pytest.mark.parametrize("budget", [0.2, 0.0])
+def test_dropout_is_not_drawn_again(budget):
+    model, _, compiled, backend = made(replace(BUDGET, memory_budget=budget), dropout=0.5)
+    step(compiled, torch.randn(16, 8, WIDTH))
+    graph = backend.graphs[0]
+    assert graph.is_rewritten and graph.outcome.step_rows[0].status is Status.KEPT and gradients(model)
+    for half in graph.halves:
+        draws = sum(str(node.target) == "aten.native_dropout.default" for node in half.graph.graph.nodes)
+        assert draws in (0, 4)
+    assert sum(autograd_graphs.draws_numbers(half.graph) for half in graph.halves) == 1
+
+
+def test_what_is_no_share_is_refused():
+    for budget in (-0.1, 1.5):
+        with pytest.raises(UsageError, match=r"--memory-budget .* is no share"):
+            ApplyOptions(memory_budget=budget)
+    with pytest.raises(UsageError, match="--memory-budget needs --phase train"):
+        check_options_of_other_phases(ApplyOptions(memory_budget=0.5))
+    check_options_of_other_phases(ApplyOptions())
+
+
+def test_a_budget_that_lowers_nothing_says_so():
+    row = row_of_budget(0.9, 1000, 1000)
+    assert row.status is Status.NOT_REPLACED and "does not lower the step's peak" in row.reason and row.saved_bytes == 0
