@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,10 @@ HEADER = Header(
     summary="a loop over time that Python unrolled, with the ops that prepare its steps, in one kernel",
     origin="generated from the graph",
 )
-_BACKENDS = {"cpu": (CppRecurrences(),), "cuda": (TritonRecurrences(),)}
+_BACKENDS: Mapping[str, tuple[CppRecurrences | TritonRecurrences, ...]] = {
+    "cpu": (CppRecurrences(),),
+    "cuda": (TritonRecurrences(),),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,5 +220,7 @@ def bound(bench: Bench, place: Place, made: MadeScan, *, is_poisoned: bool = Fal
 def _outputs(bench: Bench, place: Place) -> tuple[int, ...]:
     """Return the ops whose results a site's call makes: the last member, or the two that take the loop's results apart."""
     loop = next(index for index in place.members if bench.ops[index].target.startswith(LOOP_PREFIX))
-    apart = [index for index in place.members if bench.ops[index].target == "getitem" and Ref(loop) in bench.ops[index].args]
+    apart = [
+        index for index in place.members if bench.ops[index].target == "getitem" and Ref(index=loop) in bench.ops[index].args
+    ]
     return tuple(sorted(apart, key=lambda index: str(bench.ops[index].args[1]))) or place.members[-1:]
