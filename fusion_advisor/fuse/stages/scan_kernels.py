@@ -17,11 +17,12 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
 from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.scans.sites import LeftOp, ScanSite, find_scans
-from fusion_advisor.fuse.stages.gemm_sites import Place, original_of
+from fusion_advisor.fuse.stages.gemm_sites import Place
 from fusion_advisor.ir.recurrence import Recurrence
 from fusion_advisor.records import Numerics, Ref, RenderedKernel, Tolerance
 from fusion_advisor.records.op_facts import LOOP_PREFIX
 from fusion_advisor.verify.check_chain import check_calls
+from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 
 HEADER = Header(
     title=TITLE,
@@ -166,13 +167,19 @@ def launcher_of(site: ScanSite, launch: Launcher) -> Launcher:
     return call
 
 
+def original_scan(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.Tensor]]:
+    """Return a loop's original ops and its own tensors; the bench has observed them."""
+    chain = original_chain(bench.ops, bench.index_of[place.region], place.members, place.inputs, _outputs(bench, place))
+    return chain, [bench.values[index] for index in place.inputs]
+
+
 def check(bench: Bench, kind: ScanKind, made: MadeScan, *, seed: int, tolerance: Tolerance | None = None) -> Numerics:
     """Compare a kernel with the ops it replaces: on every site's own tensors, and on smaller ones of the first site.
 
     A state that grows from step to step overflows in float32 and not in float64, so no input is made larger than the model's own:
     each number is multiplied by one between a half and one, and once more by a twentieth.
     """
-    sites = [original_of(bench, place) for place in kind.places]
+    sites = [original_scan(bench, place) for place in kind.places]
     calls = [bound(bench, place, made, is_poisoned=True) for place in kind.places]
     (first, roots), call = sites[0], calls[0]
     trials = [(chain, one, own) for (chain, own), one in zip(sites, calls, strict=True)]
@@ -193,7 +200,7 @@ def _smaller(roots: Sequence[torch.Tensor], seed: int, scale: float) -> list[tor
 
 def check_first(bench: Bench, kind: ScanKind, made: MadeScan, *, tolerance: Tolerance | None = None) -> Numerics:
     """Compare a kernel that passed :func:`check` before with the ops, on the first site's own tensors."""
-    chain, roots = original_of(bench, kind.places[0])
+    chain, roots = original_scan(bench, kind.places[0])
     call = bound(bench, kind.places[0], made, is_poisoned=True)
     return check_calls([(chain, call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
 
