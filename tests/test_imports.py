@@ -162,7 +162,7 @@ def test_importing_the_package_imports_nothing_of_its_parts():
 @pytest.mark.parametrize(
     ("package", "folders"),
     [
-        ("triton", {"codegen.triton", "codegen.gemm"}),
+        ("triton", {"codegen.triton", "codegen.gemm", "codegen.recurrence"}),
         ("cuda", {"codegen.cuda", "codegen.gemm"}),
         ("pandas", {"fuse.decide", "chains", "report", "report.html", "records"}),
         ("jinja2", {"codegen.common", "codegen.triton", "codegen.cuda", "codegen.cpp", "report", "report.html"}),

@@ -316,8 +316,8 @@ def _unrolled_loops(capture: Capture, seen: _Seen) -> Iterator[Finding]:
     yield seen.finding(
         f"a loop of Python over {' or '.join(map(str, steps))} steps computes a linear recurrence",
         f"{launches} kernels at {len(loops)} {'site' if len(loops) == 1 else 'sites'}, the first at "
-        f"{loops[0].source_file}:{loops[0].source_line}, take {_share(seen.time(loops), seen)} of device time; left as they are",
-        "one scan kernel (mamba-ssm's selective_scan_fn), which keeps the state in registers",
+        f"{loops[0].source_file}:{loops[0].source_line}, take {_share(seen.time(loops), seen)} of device time",
+        "one scan kernel, which keeps the state in registers: `apply` tries one where all steps are alike",
         seen.above_floor(loops),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,18 +17,22 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
 from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.scans.sites import LeftOp, ScanSite, find_scans
-from fusion_advisor.fuse.stages.gemm_sites import Place, original_of
+from fusion_advisor.fuse.stages.gemm_sites import Place
 from fusion_advisor.ir.recurrence import Recurrence
 from fusion_advisor.records import Numerics, Ref, RenderedKernel, Tolerance
 from fusion_advisor.records.op_facts import LOOP_PREFIX
 from fusion_advisor.verify.check_chain import check_calls
+from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 
 HEADER = Header(
     title=TITLE,
     summary="a loop over time that Python unrolled, with the ops that prepare its steps, in one kernel",
     origin="generated from the graph",
 )
-_BACKENDS = {"cpu": (CppRecurrences(),), "cuda": (TritonRecurrences(),)}
+_BACKENDS: Mapping[str, tuple[CppRecurrences | TritonRecurrences, ...]] = {
+    "cpu": (CppRecurrences(),),
+    "cuda": (TritonRecurrences(),),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +167,19 @@ def launcher_of(site: ScanSite, launch: Launcher) -> Launcher:
     return call
 
 
+def original_scan(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.Tensor]]:
+    """Return a loop's original ops and its own tensors; the bench has observed them."""
+    chain = original_chain(bench.ops, bench.index_of[place.region], place.members, place.inputs, _outputs(bench, place))
+    return chain, [bench.values[index] for index in place.inputs]
+
+
 def check(bench: Bench, kind: ScanKind, made: MadeScan, *, seed: int, tolerance: Tolerance | None = None) -> Numerics:
     """Compare a kernel with the ops it replaces: on every site's own tensors, and on smaller ones of the first site.
 
     A state that grows from step to step overflows in float32 and not in float64, so no input is made larger than the model's own:
     each number is multiplied by one between a half and one, and once more by a twentieth.
     """
-    sites = [original_of(bench, place) for place in kind.places]
+    sites = [original_scan(bench, place) for place in kind.places]
     calls = [bound(bench, place, made, is_poisoned=True) for place in kind.places]
     (first, roots), call = sites[0], calls[0]
     trials = [(chain, one, own) for (chain, own), one in zip(sites, calls, strict=True)]
@@ -190,7 +200,7 @@ def _smaller(roots: Sequence[torch.Tensor], seed: int, scale: float) -> list[tor
 
 def check_first(bench: Bench, kind: ScanKind, made: MadeScan, *, tolerance: Tolerance | None = None) -> Numerics:
     """Compare a kernel that passed :func:`check` before with the ops, on the first site's own tensors."""
-    chain, roots = original_of(bench, kind.places[0])
+    chain, roots = original_scan(bench, kind.places[0])
     call = bound(bench, kind.places[0], made, is_poisoned=True)
     return check_calls([(chain, call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
 
@@ -217,5 +227,7 @@ def bound(bench: Bench, place: Place, made: MadeScan, *, is_poisoned: bool = Fal
 def _outputs(bench: Bench, place: Place) -> tuple[int, ...]:
     """Return the ops whose results a site's call makes: the last member, or the two that take the loop's results apart."""
     loop = next(index for index in place.members if bench.ops[index].target.startswith(LOOP_PREFIX))
-    apart = [index for index in place.members if bench.ops[index].target == "getitem" and Ref(loop) in bench.ops[index].args]
+    apart = [
+        index for index in place.members if bench.ops[index].target == "getitem" and Ref(index=loop) in bench.ops[index].args
+    ]
     return tuple(sorted(apart, key=lambda index: str(bench.ops[index].args[1]))) or place.members[-1:]

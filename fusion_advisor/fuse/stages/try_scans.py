@@ -23,8 +23,8 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.scans.sites import LeftOp
-from fusion_advisor.fuse.stages.gemm_sites import compare_alone, device_of, observe, original_of, why_no_room
-from fusion_advisor.fuse.stages.scan_kernels import ScanKind, build, check, find_kinds, install, name_of
+from fusion_advisor.fuse.stages.gemm_sites import compare_alone, device_of, observe, why_no_room
+from fusion_advisor.fuse.stages.scan_kernels import ScanKind, build, check, find_kinds, install, name_of, original_scan
 from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, ran_out, timed_on_top, with_kernels_of
 from fusion_advisor.records import Fusion, OpClass, Receipt, Status
 from fusion_advisor.verify.check_chain import why_wrong
@@ -107,7 +107,7 @@ def _tried(
     built = install(bench, kind, made, name=row.id)
     if not options.is_timed:
         return row, built
-    sites = [original_of(bench, place) for place in kind.places]
+    sites = [original_scan(bench, place) for place in kind.places]
 
     def original(chain: OriginalChain) -> Callable[..., object]:
         return lambda *roots: chain.run(roots)

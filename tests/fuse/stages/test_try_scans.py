@@ -8,16 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.capture.loops.one_op import fold_loops
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.stages import scan_kernels
+from fusion_advisor.fuse.stages.gemm_sites import observe
 from fusion_advisor.records import Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.live.test_saved_plan import save
 from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
+from tests.kernel_cases import recurrences
 from tools.zoo.plain import SelectiveScan
 
 STEPS, LAYERS = 50, 2
@@ -74,21 +79,47 @@ def test_one_that_does_not_pay_is_dropped(quick):  # noqa: F811
         assert torch.equal(run.fused(*loaded.args), loaded.model(*loaded.args))
 
 
-def test_a_kernel_with_wrong_numbers_is_dropped(quick, monkeypatch):  # noqa: F811
-    own = scan_kernels.launcher_of
+def test_a_kernel_with_wrong_numbers_does_not_pass(tmp_path):
+    loaded = workload()
+    with torch.no_grad():
+        live = capture_regions(loaded.model, loaded.args, {})
+    fold_loops(live)
+    bench = Bench(live, on_cuda=False)
+    (kind,), left = scan_kernels.find_kinds(bench)
+    assert left == [] and len(kind.places) == LAYERS
+    observe(bench, kind.places)
+    made = scan_kernels.build(kind, torch.device("cpu"), tmp_path / "kernel")
+    assert scan_kernels.check(bench, kind, made, seed=1).is_passed
 
-    def spoilt(site, launch):
-        right = own(site, launch)
+    def spoilt(*tensors):
+        made.launch(*tensors)
+        tensors[-1][0, -1] *= 1.01  # the last step of one batch
 
-        def call(*tensors):
-            right(*tensors)
-            tensors[-1].mul_(1.01)
+    assert not scan_kernels.check(bench, kind, replace(made, launch=spoilt), seed=1).is_passed
 
-        return call
 
-    monkeypatch.setattr(scan_kernels, "launcher_of", spoilt)
-    run = apply_workload(workload(), replace(quick, only=("recurrence",)), instruments=planted(Status.KEPT))
-    assert row_of(run).status is Status.WRONG_NUMBERS
+class Gated(torch.nn.Module):
+    """A recurrence that hands out its last state."""
+
+    def forward(self, x, gates, start):
+        return recurrences.gated(x, gates, start)
+
+
+def test_the_last_state_is_handed_out(tmp_path):
+    inputs = tuple(recurrences.normal(*shape) for shape in ((STEPS, 2, 5), (STEPS, 2, 5), (2, 5)))
+    with torch.no_grad():
+        live = capture_regions(Gated(), inputs, {})
+    fold_loops(live)
+    bench = Bench(live, on_cuda=False)
+    (kind,), _ = scan_kernels.find_kinds(bench)
+    observe(bench, kind.places)
+    made = scan_kernels.build(kind, torch.device("cpu"), tmp_path / "kernel")
+    assert scan_kernels.check(bench, kind, made, seed=1).is_passed
+    built = scan_kernels.install(bench, kind, made, name="S1")
+    assert len(built.sites[0].outputs) == 2
+    found, expected = bench.run(bench.build((), (), [built])), Gated()(*inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("skip", ["recurrence", "scan-kernels"])
