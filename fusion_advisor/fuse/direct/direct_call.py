@@ -101,10 +101,11 @@ class Shortcut:
         model: the module.
         call: the compiled call.
         graphs: what may run in it, as dynamo's backend returned them.
+        in_words: compare words of memory, where they can be read; False compares in Python.
     """
 
-    def __init__(self, model: torch.nn.Module, call: Callable[..., Any], graphs: Sequence[Any]) -> None:
-        self._model, self._call, self._graphs = model, call, graphs
+    def __init__(self, model: torch.nn.Module, call: Callable[..., Any], graphs: Sequence[Any], *, in_words: bool = True) -> None:
+        self._model, self._call, self._graphs, self._in_words = model, call, graphs, in_words
         self._tries = self._runs = 0
         self.direct: DirectCall | None = None
         """What runs without dynamo; None where dynamo has to see the next call."""
@@ -114,7 +115,7 @@ class Shortcut:
         if self.direct is None and self._tries < _MOST_TRIES:  # ahead of the call, which may change what it is given
             self._tries, self._runs = self._tries + 1, 0
             try:
-                self.direct = direct_call(self._model, self._call, self._graphs, args, kwargs)
+                self.direct = direct_call(self._model, self._call, self._graphs, args, kwargs, in_words=self._in_words)
             except (AttributeError, TypeError, RuntimeError):  # a torch whose guards are built another way
                 self._tries = _MOST_TRIES
         direct = self.direct
@@ -145,6 +146,8 @@ def direct_call(
     graphs: Sequence[Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    *,
+    in_words: bool = True,
 ) -> DirectCall | None:
     """Find what dynamo runs for a call, and what must stay as it is for it to be run directly.
 
@@ -154,6 +157,7 @@ def direct_call(
         graphs: what may run in it, as dynamo's backend returned them.
         args: of a call that is about to be made.
         kwargs: likewise.
+        in_words: see :class:`Shortcut`.
 
     Returns:
         None where dynamo has to see each call: several graphs, hooks on the model itself, a forward of another kind.
@@ -166,7 +170,7 @@ def direct_call(
         if not any(compiled.graph is graph or compiled.graph == graph for graph in graphs):
             continue
         if compiled.root.check(variables):
-            return DirectCall(frame, compiled, _unchanged(compiled, frame, variables))
+            return DirectCall(frame, compiled, _unchanged(compiled, frame, variables, in_words=in_words))
     return None
 
 
@@ -182,12 +186,12 @@ def _frame(model: torch.nn.Module, call: Callable[..., Any]) -> Frame | None:
     return Frame(function, (model,)) if isinstance(function, FunctionType) else None
 
 
-def _unchanged(compiled: CompiledCode, frame: Frame, variables: Mapping[str, Any]) -> Unchanged:
+def _unchanged(compiled: CompiledCode, frame: Frame, variables: Mapping[str, Any], *, in_words: bool) -> Unchanged:
     """Follow the guards of what every call has in common: the module, the closure, the globals."""
     common = {f"L['{name}']": variables[name] for name in frame.cells} | {"G": frame.function.__globals__}
     if frame.owner:
         common[f"L['{frame.function.__code__.co_varnames[0]}']"] = frame.owner[0]
-    found = Unchanged()
+    found = Unchanged(in_words=in_words)
     for cell in frame.cells.values():
         found.read(cell, "cell_contents")
     for node in compiled.root.get_child_managers():

@@ -76,7 +76,13 @@ _MISSING = (_Unknown, AttributeError, KeyError, IndexError, ValueError, SyntaxEr
 class Unchanged:
     """What was reached from the model by guards that held, to see in bulk whether it is still the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_words: bool = True) -> None:
+        """Begin with nothing.
+
+        Args:
+            in_words: compare words of memory, where they can be read; False compares in Python.
+        """
+        self._in_words = in_words and words_are_readable()
         self.implied: dict[int, Any] = {}
         """Nodes of the tree that hold as long as :meth:`holds` does, by identity."""
         self._dicts: dict[int, dict[Any, Any]] = {}
@@ -144,7 +150,7 @@ class Unchanged:
 
     def finish(self) -> None:
         """Remember everything as it is now."""
-        in_words = words_are_readable()
+        in_words = self._in_words
         places: list[int] = []
         owners: list[Any] = []
         if in_words:

@@ -10,7 +10,7 @@ import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.direct import unchanged, words
+from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.direct.unchanged import Unchanged
 from fusion_advisor.fuse.live.fused_model import FusedModel
 
@@ -33,10 +33,10 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.lin = torch.nn.Linear(8, 8)
         self.norm = torch.nn.LayerNorm(8)
-        self.sizes = [1.0, 2.0]
+        self.sizes, self.pair = [1.0, 2.0], (1.0, 1.5)
 
     def forward(self, x):
-        return self.norm(torch.tanh(self.lin(x))) * self.sizes[0] * self.factor
+        return self.norm(torch.tanh(self.lin(x))) * self.sizes[0] * self.factor * self.pair[1]
 
 
 class OtherLayer(Layer):
@@ -69,17 +69,18 @@ def put_back():
 
 
 @pytest.fixture(params=["words", "python"])
-def fused(request, monkeypatch, put_back):
-    if request.param == "python":
-        monkeypatch.setattr(words, "words_are_readable", lambda: False)
-        monkeypatch.setattr(unchanged, "words_are_readable", lambda: False)
+def fused(request, put_back):
     torch.manual_seed(0)
     model, args = Net().eval(), (torch.randn(4, 8), torch.randn(4, 8))
     live = capture_regions(model, args, {})
     made = FusedModel(model, live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, {}, live=live)
     with made, torch.no_grad():
-        for _ in range(3):
-            made(torch.randn(4, 8), torch.randn(4, 8))
+        for _ in range(2):
+            made(*two())
+        (verified,) = made._verified.values()
+        graphs = made._rewritten.runners
+        verified.shortcut = Shortcut(model, made._compiled, graphs, in_words=request.param == "words")
+        made(*two())
         yield made
     factors["scale"] = 2.0
 
@@ -158,7 +159,7 @@ CHANGES = {
     "getattr of a class": lambda model: setattr(Net, "missing", 3.0),
     "attribute that was missing": lambda model: setattr(model, "missing", 4.0),
     "parameter that was missing": lambda model: model.register_parameter("missing", torch.nn.Parameter(torch.ones(8))),
-    "tuple": lambda model: setattr(model.layers[1].norm, "normalized_shape", (4, 2)[:1] + (2,)[1:]),
+    "tuple": lambda model: setattr(model.layers[1], "pair", (1.0, 9.0)),
     "defaults": lambda model: setattr(scaled, "__defaults__", (5.0,)),
     "code": lambda model: setattr(scaled, "__code__", (lambda x, by=1.0: x - by).__code__),
     "function": lambda model: operator.setitem(globals(), "scaled", lambda x: x + 3),
@@ -215,6 +216,93 @@ def test_what_dynamo_forgot_is_not_run(fused):
 def test_a_reverted_model_keeps_none_of_it(fused):
     fused.revert()
     assert direct_of(fused) is None
+
+
+class Part:
+    """A layer of a cache."""
+
+    kind, is_filled = "plain", True
+
+    def __init__(self):
+        self.keys = torch.zeros(4, 0)
+
+    def update(self, keys):
+        self.keys = torch.cat((self.keys, keys), 1)
+        return self.keys
+
+
+class Memory:
+    def __init__(self):
+        self.layers, self.offset = [Part(), Part()], 1.0
+
+
+class Appending(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(8, 8)
+
+    def forward(self, x, memory):
+        for layer in memory.layers:
+            x = torch.tanh(self.lin(x)) + layer.update(x).sum(1, keepdim=True) * memory.offset
+            x = x if layer.kind == "plain" and layer.is_filled else x * 2
+        return x
+
+
+def filled(columns=6):
+    memory = Memory()
+    for layer in memory.layers:
+        layer.keys = torch.ones(4, columns)
+    return memory
+
+
+@pytest.fixture
+def appending():
+    torch.manual_seed(0)
+    model, example = Appending().eval(), (torch.randn(4, 8), filled())
+    live = capture_regions(model, example, {})
+    live.written.rewind()
+    made = FusedModel(model, live.regions, Bench(live, on_cuda=False).build((), ()).modules, example, {}, live=live)
+    with made, torch.no_grad():
+        for _ in range(3):
+            made(torch.randn(4, 8), filled())
+        yield made
+    Part.kind = "plain"
+
+
+def test_a_cache_that_grows_is_passed_by_dynamo(appending):
+    direct = direct_of(appending)
+    x, memory, other = torch.randn(4, 8), filled(), filled()
+    assert direct.may_run((x, memory), {})
+    torch.testing.assert_close(appending(x, memory), appending._original(x, other), rtol=0, atol=0)
+    for layer, expected in zip(memory.layers, other.layers, strict=True):
+        torch.testing.assert_close(layer.keys, expected.keys, rtol=0, atol=0)
+    assert not direct.may_run((x, memory), {})  # it has grown
+    assert appending.fallbacks == {}
+
+
+CHANGED_CACHES = {
+    "class": lambda memory: setattr(memory.layers[1], "__class__", type("Sub", (Part,), {"kind": "other"})),
+    "class attribute": lambda memory: setattr(Part, "kind", "other"),
+    "own attribute": lambda memory: setattr(memory.layers[0], "kind", "other"),
+    "plain value": lambda memory: setattr(memory, "offset", 2.0),
+    "layer less": lambda memory: memory.layers.pop(),
+    "tensor": lambda memory: setattr(memory.layers[0], "keys", torch.ones(4, 5)),
+    "dtype": lambda memory: setattr(memory.layers[0], "keys", torch.ones(4, 6).bfloat16()),
+    "resized": lambda memory: memory.layers[0].keys.resize_(4, 3),
+    "one tensor twice": lambda memory: setattr(memory.layers[0], "keys", memory.layers[1].keys),
+    "layout": lambda memory: setattr(memory.layers[1], "keys", torch.ones(6, 4).t()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_CACHES.values(), ids=CHANGED_CACHES)
+@pytest.mark.filterwarnings("ignore:fusion-advisor runs the original ops")
+def test_another_cache_goes_through_dynamo(appending, change):
+    direct, x, memory = direct_of(appending), torch.randn(4, 8), filled()
+    change(memory)
+    assert not direct.may_run((x, memory), {})
+    again = filled()
+    change(again)
+    torch.testing.assert_close(appending(x, memory), appending._original(x, again), rtol=1e-6, atol=1e-6)
 
 
 class Node:
