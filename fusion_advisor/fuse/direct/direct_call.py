@@ -2,7 +2,8 @@
 
 Dynamo evaluates every guard at each call, five for a parameter: 0.2 ms for 12 layers of GPT-2, 1 ms for SegFormer-B2. Here the
 guards that hold as long as nothing in the model was replaced are left out (:mod:`fusion_advisor.fuse.direct.unchanged`). The rest
-is asked as before: the call's own tensors, global state, modes. Whatever differs, the call goes through dynamo.
+is asked as before: the call's own tensors, global state, modes. Whatever differs, the call goes through dynamo. Figures:
+``docs/measurements/call_overhead.md``.
 """
 
 from __future__ import annotations
@@ -81,9 +82,26 @@ class DirectCall:
         self._run = FunctionType(compiled.code, function.__globals__, closure=function.__closure__)
         self._run.__defaults__, self._run.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
 
+    @property
+    def words(self) -> int:
+        """How many words of memory stand for what was noted of the model; 0 where Python compares it."""
+        return self._unchanged.words
+
+    def variables(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a call's variables by name, as the guards find them."""
+        return self._frame.variables(args, kwargs)
+
+    def fits(self, variables: dict[str, Any]) -> bool:
+        """Whether the guards that are left to dynamo hold for a call's variables."""
+        return self._check(variables)
+
+    def passes_all_guards(self, variables: dict[str, Any]) -> bool:
+        """Whether all of dynamo's guards hold for a call's variables: slow, and for measurements."""
+        return bool(self._compiled.root.check(variables))
+
     def may_run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether every guard of the compiled code holds for a call."""
-        return compiled_code.is_stance_default() and self.is_current() and self._check(self._frame.variables(args, kwargs))
+        return compiled_code.is_stance_default() and self.is_current() and self._check(self.variables(args, kwargs))
 
     def is_current(self) -> bool:
         """Whether all that was noted of the model is as it was, and dynamo still has the code."""
@@ -170,7 +188,9 @@ def direct_call(
         if not any(compiled.graph is graph or compiled.graph == graph for graph in graphs):
             continue
         if compiled.root.check(variables):
-            return DirectCall(frame, compiled, _unchanged(compiled, frame, variables, in_words=in_words))
+            unchanged = _unchanged(compiled, frame, variables, in_words=in_words)
+            # Once more, so that all of it held after it was noted: another thread may have changed the model meanwhile.
+            return DirectCall(frame, compiled, unchanged) if compiled.root.check(variables) else None
     return None
 
 

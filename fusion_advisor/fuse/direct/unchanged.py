@@ -176,6 +176,11 @@ class Unchanged:
         self._names = [name for _, name, _ in self._globals.values()]
         self._values = [value for _, _, value in self._globals.values()]
 
+    @property
+    def words(self) -> int:
+        """How many words of memory are compared."""
+        return sum(len(words) for words in (self._words, self._space_words) if words is not None)
+
     def holds(self) -> bool:
         """Whether everything is as it was."""
         if self._words is not None:

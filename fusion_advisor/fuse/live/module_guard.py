@@ -62,13 +62,14 @@ class ModuleGuard:
         if self._words is not None:
             if self._words.are_same():
                 return None
-            self._words.read()  # ahead of the checks: what changes while they run is another change
-        change = self._change()
-        if change is not None:
-            self._words = None
-        elif self._words is None and self._may_read:
+            self._words.read()
+        elif self._may_read:
             self._words = self._all_words()
             self._may_read = self._words is not None
+        # The words were read ahead of the checks, so that what another thread changes meanwhile is found by the next call.
+        change = self.change_in_python()
+        if change is not None:
+            self._words = None
         return change
 
     def _all_words(self) -> Words | None:
@@ -78,7 +79,8 @@ class ModuleGuard:
         classes = (one for watched in self._watched for one in watched.classes)
         return words.watched(tables, functions, classes, self._live_dropouts)
 
-    def _change(self) -> str | None:
+    def change_in_python(self) -> str | None:
+        """Name what changed, or None, without the words."""
         # Dynamo compares neither: a module in another's place may have hooks of its own, a class other methods.
         # Qwen2.5-7B's 371 modules of 11 classes take 7 µs.
         if any(self._no_parts) or self._parts != self._parts_then:
