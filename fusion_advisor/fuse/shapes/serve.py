@@ -219,7 +219,7 @@ class ShapeTable:
         self.pieces = tuple(pieces)
         self.may_record = may_record
         self._dims = dims
-        self._like = self._pattern(*example)
+        self._like = self._pattern(*example, call_tensors(*example))
         self.sharing: tuple[int, ...] | None = None
         self._known: dict[Any, VerifiedCall | str] = {}
         """By signature: a call that is served, or why it is not."""
@@ -255,8 +255,9 @@ class ShapeTable:
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ServedPiece | str:
         """Return the piece that serves a call, or why the original ops run."""
-        sizes = sizes_of(call_tensors(args, kwargs), self._dims)
-        if sizes is None or self._pattern(args, kwargs) != self._like:
+        tensors = call_tensors(args, kwargs)
+        sizes = sizes_of(tensors, self._dims)
+        if sizes is None or self._pattern(args, kwargs, tensors) != self._like:
             return ""
         outside = [one for one in self.ranges if not one.holds(sizes[one.name])]
         if outside:
@@ -269,9 +270,9 @@ class ShapeTable:
         served = piece.at(sizes)
         return piece if served.module is not None else served.reason
 
-    def _pattern(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _pattern(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return what is equal for all calls that are served: everything but the open sizes."""
-        paths = {id(tensor): path for path, tensor in call_tensors(args, kwargs).items()}
+        paths = {id(tensor): path for path, tensor in tensors.items()}
 
         def key(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):

@@ -204,6 +204,17 @@ def test_global_state_is_compared(fused):
         assert not direct_of(fused).may_run(two(), {})
     with torch.compiler.set_stance("force_eager"):
         assert not direct_of(fused).may_run(two(), {})
+    with torch.device("meta"):
+        assert not direct_of(fused).may_run((torch.randn(4, 8, device="cpu"), torch.randn(4, 8, device="cpu")), {})
+    for switch, now in (
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()),
+    ):
+        switch(torch.float64 if now is torch.float32 else not now)
+        try:
+            assert not direct_of(fused).may_run((torch.randn(4, 8).float(), torch.randn(4, 8).float()), {})
+        finally:
+            switch(now)
     assert direct_of(fused).may_run(two(), {})
 
 
