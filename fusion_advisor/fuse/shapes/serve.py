@@ -219,7 +219,8 @@ class ShapeTable:
         self.pieces = tuple(pieces)
         self.may_record = may_record
         self._dims = dims
-        self._like = self._pattern(*example, call_tensors(*example))
+        args, kwargs = example
+        self._like = self._pattern(args, kwargs, call_tensors(args, kwargs))
         self.sharing: tuple[int, ...] | None = None
         self._known: dict[Any, VerifiedCall | str] = {}
         """By signature: a call that is served, or why it is not."""
