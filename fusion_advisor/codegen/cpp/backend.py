@@ -185,8 +185,8 @@ class CppBackend:
         _replace(path, rendered.file_text.encode())
         flags = rendered.flags or _FLAGS
         code = "\n".join(line for line in rendered.source.splitlines() if not line.startswith("//"))
-        key = hashlib.sha256("\0".join((code, _identity(compiler), *flags)).encode()).hexdigest()[:32]
-        library, handle = _loaded(rendered.entry, f"{rendered.entry}_{key}", (*compiler, *flags), path)
+        key = hashlib.sha256("\0".join((code, compiler_identity(compiler), *flags)).encode()).hexdigest()[:32]
+        library, handle = load_library(rendered.entry, f"{rendered.entry}_{key}", (*compiler, *flags), path)
         tuning = "fast math" if set(_FAST_FLAGS) <= set(flags) else ""
         return CppKernel(
             entry=rendered.entry, library=library, build_ns=time.perf_counter_ns() - started, tuning=tuning, handle=handle
@@ -297,7 +297,7 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 @functools.cache
-def _identity(compiler: tuple[str, ...]) -> str:
+def compiler_identity(compiler: tuple[str, ...]) -> str:
     """The compiler, its version, and the CPU that -march=native stands for: a shared home may serve several machines."""
     try:
         version = subprocess.run(
@@ -315,7 +315,7 @@ def _identity(compiler: tuple[str, ...]) -> str:
     return " ".join((*compiler, version.partition("\n")[0], platform.machine(), cpu))
 
 
-def _loaded(entry: str, key: str, command: tuple[str, ...], source: Path) -> tuple[Path, ctypes.CDLL]:
+def load_library(entry: str, key: str, command: tuple[str, ...], source: Path) -> tuple[Path, ctypes.CDLL]:
     """Load the library that was kept under ``key``, or compile it; a library that does not load is compiled once more."""
     try:
         kept = KeptCode(folder=cache_folder("cpp"), suffix=".so")

@@ -43,7 +43,8 @@ class WatchedCode:
         self._spaces: list[Mapping[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
-        self._functions: list[FunctionType] = []
+        self.functions: list[FunctionType] = []
+        """Whose code is compared."""
         self._codes: list[CodeType] = []
         self._titles: list[str] = []
         traced = set(codes)
@@ -55,9 +56,11 @@ class WatchedCode:
         for owner, name in places:
             self._watch(vars(owner), name, f"{owner.__qualname__}.{name}")
         found = (one for owner, name in places for one in _functions(vars(owner)[name]))
-        self._functions = list({id(one): one for one in found if one.__code__ in traced and not _is_torchs(one)}.values())
-        self._codes = list(map(_code, self._functions))
-        self._bases = [vars(owner) for owner in {**dict.fromkeys(_bases(self._kinds)), **dict.fromkeys(outside)}]
+        self.functions = list({id(one): one for one in found if one.__code__ in traced and not _is_torchs(one)}.values())
+        self._codes = list(map(_code, self.functions))
+        self.classes = tuple(dict.fromkeys((*_bases(self._kinds), *outside)))
+        """Where attributes are looked up."""
+        self._bases = list(map(vars, self.classes))
         self._sizes = list(map(len, self._bases))
         names = dict.fromkeys((*_ALWAYS, *self._names))
         self._resolved = {(kind, name): _resolve(kind, name) for kind in self._kinds for name in names}
@@ -69,15 +72,18 @@ class WatchedCode:
         self._titles.append(title)
 
     def change(self) -> str | None:
-        """Name what is no longer what it was, or None. 30 functions and 20 classes take 3 µs."""
+        """Name what is no longer what it was, or None: 30 functions and 20 classes take 3 µs.
+
+        Nothing has changed while no attribute of ``classes`` and no code of ``functions`` has.
+        """
         try:
             is_same = list(map(getitem, self._spaces, self._names)) == self._values
         except KeyError:
             is_same = False
         if not is_same:
             return next(title for title, space, name, value in self._rows() if space.get(name) is not value)
-        if list(map(_code, self._functions)) != self._codes:
-            pairs = zip(self._functions, self._codes, strict=True)
+        if list(map(_code, self.functions)) != self._codes:
+            pairs = zip(self.functions, self._codes, strict=True)
             return next(one.__qualname__ for one, code in pairs if one.__code__ != code)
         if list(map(len, self._bases)) != self._sizes:  # somebody added an attribute, or took one away
             for (kind, name), value in self._resolved.items():

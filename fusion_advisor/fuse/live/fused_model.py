@@ -20,6 +20,7 @@ from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError, HalfWritten
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
+from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, sharing, signature
 from fusion_advisor.fuse.live.graph_table import GraphTable
@@ -173,7 +174,9 @@ class FusedModel(InPlace):
         if verified.piece is not None:
             return verified.piece.call(*args, **kwargs)
         if verified.is_in_place:
-            return self._compiled(*args, **kwargs)
+            if verified.shortcut is None:
+                verified.shortcut = Shortcut(self.model, self._compiled, self._rewritten.runners)
+            return verified.shortcut(args, kwargs)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
         before = self._rewritten.handed_over
         with dynamo.raise_recompile_limit(1024):
@@ -219,7 +222,8 @@ class FusedModel(InPlace):
                 table.sharing = sharing(leaves)
             self._launches.include(table.modules)
             for piece in table.pieces:
-                piece.start(self._graphed if self.graphs is not None and table.may_record else None, self._rewritten.other)
+                wrap = self._graphed if self.graphs is not None and table.may_record else None
+                piece.start(self.model, wrap, self._rewritten.other)
                 self._guard.watch(piece.code)
 
     def _graphed(self, module: GraphModule, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -284,6 +288,11 @@ class FusedModel(InPlace):
     def forget(self) -> None:
         """Drop what dynamo's traces keep of the tensors that were traced."""
         self._rewritten.forget_real_tensors()
+        for call in self._verified.values():
+            if call.shortcut is not None:
+                call.shortcut.forget()
+        for piece in (piece for table in self.shapes for piece in table.pieces):
+            piece.forget()
 
 
 class _Refused(Exception):

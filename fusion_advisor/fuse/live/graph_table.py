@@ -49,6 +49,8 @@ class GraphTable:
         self._fake_modes: list[Any] = []
         self.handed_over = 0
         """How often dynamo got a rewritten graph."""
+        self.runners: list[Callable[..., Any]] = []
+        """What dynamo got, and the routes that it got for the capture."""
 
     @property
     def modules(self) -> list[GraphModule]:
@@ -73,6 +75,7 @@ class GraphTable:
     def _redirect(self, region: Region, graph: RewrittenGraph) -> None:
         route = region.route
         assert route is not None
+        self.runners.append(route)
 
         def first(*args: Any) -> Any:
             self.handed_over += 1
@@ -88,7 +91,9 @@ class GraphTable:
             return self.other(graph_module, example_inputs)
         self._fake_modes += dynamo.fake_modes_of(graph_module)
         self.handed_over += 1
-        return self._runner(found)
+        runner = self._runner(found)
+        self.runners.append(runner)
+        return runner
 
     def other(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Return dynamo's own graph for one that it traced where a piece of a range was to serve: the model has changed."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import CodeType
+from typing import Any
 
 import torch
 
+from fusion_advisor.fuse.direct import words
+from fusion_advisor.fuse.direct.words import Words
 from fusion_advisor.fuse.live.code_guard import WatchedCode
 from fusion_advisor.runtime.torch_internals import module_call
 
@@ -27,6 +30,9 @@ class ModuleGuard:
         self._hooks = [(table, len(table)) for table in module_call.hook_tables(model) if table]
         self._code: set[CodeType] = set()
         self._watched: list[WatchedCode] = []
+        self._words: Words | None = None
+        """Hold what they held when every check last came out as unchanged."""
+        self._may_read = True
         self._look_at_parts()
 
     def _look_at_parts(self) -> None:
@@ -44,18 +50,43 @@ class ModuleGuard:
         if new or not self._watched:
             self._code |= new
             self._watched.append(WatchedCode(self._model, new))
+            self._words = None
 
     def include(self, other: ModuleGuard) -> None:
         """Compare the code too that another guard of this module compares."""
         self._watched += other._watched
+        self._words = None
 
     def change(self) -> str | None:
         """Name what changed since the graphs were verified, or None."""
+        if self._words is not None:
+            if self._words.are_same():
+                return None
+            self._words.read()
+        elif self._may_read:
+            self._words = self._all_words()
+            self._may_read = self._words is not None
+        # The words were read ahead of the checks, so that what another thread changes meanwhile is found by the next call.
+        change = self.change_in_python()
+        if change is not None:
+            self._words = None
+        return change
+
+    def _all_words(self) -> Words | None:
+        """Return words that stay as they are while every check comes out as it did; None where Python must check."""
+        tables: list[dict[Any, Any]] = [*self._parts, *self._no_parts, *(table for table, _ in self._hooks), *self._no_hooks]
+        functions = (one for watched in self._watched for one in watched.functions)
+        classes = (one for watched in self._watched for one in watched.classes)
+        return words.watched(tables, functions, classes, self._live_dropouts)
+
+    def change_in_python(self) -> str | None:
+        """Name what changed, or None, without the words."""
         # Dynamo compares neither: a module in another's place may have hooks of its own, a class other methods.
         # Qwen2.5-7B's 371 modules of 11 classes take 7 µs.
         if any(self._no_parts) or self._parts != self._parts_then:
             self._look_at_parts()
             tables = set(map(id, module_call.hook_tables(self._model)))
+            self._words = None  # they are of the parts that were there
             if any(id(table) not in tables for table, _ in self._hooks):
                 self._parts_then = []  # looked at again by every call
                 return _HOOK

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
+from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import is_object
@@ -94,16 +95,18 @@ class ServedPiece:
     holds: Callable[[Sizes], bool] | None = None
     writes: bool = False
     _wrap: Wrap | None = None
+    _shortcut: Shortcut | None = None
     _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def at(self, sizes: Sizes) -> Served:
         """Return what runs at some sizes."""
         return min(self.points, key=lambda point: point.distance(sizes))
 
-    def start(self, wrap: Wrap | None, other: Callable[..., Any]) -> None:
+    def start(self, model: torch.nn.Module, wrap: Wrap | None, other: Callable[..., Any]) -> None:
         """Let the compiled call run the rewritten graphs.
 
         Args:
+            model: whose call it is.
             wrap: makes of a graph what is called for one exact shape: it may be recorded as a CUDA graph. None: it is called.
             other: the backend for graphs that dynamo traces where its guards no longer hold.
         """
@@ -111,6 +114,7 @@ class ServedPiece:
         self._runners.clear()
         if self.compiled is not None and self.route is not None:
             self.route.forward, self.compiled.later = self.forward, other
+            self._shortcut = Shortcut(model, self.compiled.call, [self.route])
 
     def forward(self, *args: Any) -> Any:
         """Run the graph of the piece."""
@@ -127,9 +131,14 @@ class ServedPiece:
         return run(*args)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model through dynamo's guards."""
-        assert self.compiled is not None
-        return self.compiled.call(*args, **kwargs)
+        """Call the model: through dynamo's guards, or past dynamo where nothing in the model was replaced."""
+        assert self._shortcut is not None  # a piece is started before it serves
+        return self._shortcut(args, kwargs)
+
+    def forget(self) -> None:
+        """Hold nothing of the model that only a call past dynamo needs."""
+        if self._shortcut is not None:
+            self._shortcut.forget()
 
 
 def serving(piece: Piece, points: Sequence[Served]) -> ServedPiece:
@@ -173,12 +182,14 @@ class VerifiedCall:
         is_in_place: dynamo has handed over its graphs.
         piece: of a range of sizes that serves it; None where it was verified by itself.
         may_record: it may run as a CUDA graph.
+        shortcut: runs what dynamo compiled for it, without dynamo where it can; None until dynamo has handed over its graphs.
     """
 
     sharing: tuple[int, ...] | None = None
     is_in_place: bool = False
     piece: ServedPiece | None = None
     may_record: bool = True
+    shortcut: Shortcut | None = None
 
 
 class ShapeTable:
@@ -208,7 +219,8 @@ class ShapeTable:
         self.pieces = tuple(pieces)
         self.may_record = may_record
         self._dims = dims
-        self._like = self._pattern(*example)
+        args, kwargs = example
+        self._like = self._pattern(args, kwargs, call_tensors(args, kwargs))
         self.sharing: tuple[int, ...] | None = None
         self._known: dict[Any, VerifiedCall | str] = {}
         """By signature: a call that is served, or why it is not."""
@@ -244,8 +256,9 @@ class ShapeTable:
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ServedPiece | str:
         """Return the piece that serves a call, or why the original ops run."""
-        sizes = sizes_of(call_tensors(args, kwargs), self._dims)
-        if sizes is None or self._pattern(args, kwargs) != self._like:
+        tensors = call_tensors(args, kwargs)
+        sizes = sizes_of(tensors, self._dims)
+        if sizes is None or self._pattern(args, kwargs, tensors) != self._like:
             return ""
         outside = [one for one in self.ranges if not one.holds(sizes[one.name])]
         if outside:
@@ -258,9 +271,9 @@ class ShapeTable:
         served = piece.at(sizes)
         return piece if served.module is not None else served.reason
 
-    def _pattern(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _pattern(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return what is equal for all calls that are served: everything but the open sizes."""
-        paths = {id(tensor): path for path, tensor in call_tensors(args, kwargs).items()}
+        paths = {id(tensor): path for path, tensor in tensors.items()}
 
         def key(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):

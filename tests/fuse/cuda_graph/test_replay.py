@@ -87,8 +87,8 @@ def test_the_graph_is_launched_before_the_guards_are_evaluated(fused, recorder, 
     for value in others(x, 3):
         fused(value)
     at = []
-    real = fused._compiled
-    monkeypatch.setattr(fused, "_compiled", lambda *args: (at.append(recorder.replayed), real(*args))[1])
+    real = fused._run_compiled
+    monkeypatch.setattr(fused, "_run_compiled", lambda *args: (at.append(recorder.replayed), real(*args))[1])
     before = recorder.replayed
     fused(x)
     assert at == [before + 1] == [recorder.replayed]
@@ -544,8 +544,8 @@ def test_a_step_that_appends_is_launched_before_the_guards(appending, monkeypatc
     ((saved, _),) = recording.saved
     assert not recording.is_pure and saved() is memory.count
     at = []
-    real = fused._compiled
-    monkeypatch.setattr(fused, "_compiled", lambda *args: (at.append(recorder.replayed), real(*args))[1])
+    real = fused._run_compiled
+    monkeypatch.setattr(fused, "_run_compiled", lambda *args: (at.append(recorder.replayed), real(*args))[1])
     x, held = torch.randn(2, 4), memory.rows[:6].clone()
     torch.testing.assert_close(fused(x, memory), torch.cat((held, x)).sum(0) * 2)
     assert at == [3] == [recorder.replayed] and int(memory.count) == 8
@@ -592,7 +592,9 @@ def test_tensors_put_into_the_memory_are_found(appending):
 
 def test_original_ops_behind_an_append_ahead_are_an_error_once(appending, monkeypatch):
     fused, memory, _ = appending
-    monkeypatch.setattr(fused, "_compiled", fused._original)  # dynamo gave up: it asks no backend
+    monkeypatch.setattr(
+        fused, "_run_compiled", lambda _, args, kwargs: fused._original(*args, **kwargs)
+    )  # dynamo gave up: it asks no backend
     x = torch.randn(2, 4)
     with pytest.raises(HalfWritten, match="reset the cache"):
         fused(x, memory)

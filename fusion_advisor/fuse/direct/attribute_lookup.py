@@ -1,0 +1,90 @@
+"""Says what decides an attribute of an object, where nothing but dicts does: its own ``__dict__`` and those of its classes.
+
+While these dicts are as they were, reading the attribute gives what it gave, and an attribute that is missing stays missing.
+Where code of its own is asked (a property, a ``__getattr__``, the ``__getattribute__`` of transformers' configurations), nothing
+is known. The one exception is ``nn.Module.__getattr__``, which looks into three dicts of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType, EllipsisType, FunctionType, NoneType
+from typing import Any
+
+import torch
+
+IMMUTABLE = {
+    int, float, complex, str, bytes, bool, NoneType, EllipsisType, CodeType, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+}  # fmt: skip
+_TABLES = ("_parameters", "_buffers", "_modules")
+"""Where ``nn.Module.__getattr__`` looks for an attribute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What decides an attribute.
+
+    Attributes:
+        is_found: whether the object has it.
+        value: the attribute; None where there is none.
+        tables: dicts that are looked into, the object's own first.
+        code: functions that run.
+    """
+
+    is_found: bool
+    value: Any
+    tables: list[dict[Any, Any]]
+    code: list[Any] = field(default_factory=list)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether nothing about an object can change."""
+    return type(value) in IMMUTABLE or (type(value) is tuple and all(map(is_constant, value)))
+
+
+def look_up(owner: Any, name: str) -> Lookup | None:
+    """Return what decides ``owner.name``, beside the object's class and the ``__dict__`` of each class that it inherits from.
+
+    Args:
+        owner: an object, no class.
+        name: of the attribute.
+
+    Returns:
+        None where it is not known.
+    """
+    own = getattr(owner, "__dict__", None)
+    if isinstance(owner, type) or type(own) is not dict:
+        return None
+    if len(list(_defined(owner, "__getattribute__"))) > 1:  # one is object's
+        return None
+    found = _plain(owner, own, name)
+    if found is None or found[0]:
+        return None if found is None else Lookup(True, found[1], [own])
+    fallback = list(_defined(owner, "__getattr__"))
+    if not fallback:
+        return Lookup(False, None, [own])
+    if fallback[0] is not torch.nn.Module.__getattr__:
+        return None
+    tables = [own.get(table) for table in _TABLES]
+    if any(type(table) is not dict or name in table for table in tables):
+        return None
+    return Lookup(False, None, [own, *(table for table in tables if table is not None)], [fallback[0]])
+
+
+def _defined(owner: Any, name: str) -> Iterator[Any]:
+    return (vars(kind)[name] for kind in type(owner).__mro__ if name in vars(kind))
+
+
+def _plain(owner: Any, own: dict[str, Any], name: str) -> tuple[bool, Any] | None:
+    """Return whether ``object`` finds an attribute, and which; None where the attribute may be made by code."""
+    in_class = next(_defined(owner, name), None)
+    is_harmless = is_constant(in_class) or type(in_class) in (FunctionType, dict)
+    if not is_harmless:  # another object may be a descriptor, or become one
+        return None
+    if name in own:
+        return True, own[name]
+    if type(in_class) is FunctionType:  # a method is made at each access
+        return None
+    return (in_class is not None or any(True for _ in _defined(owner, name))), in_class

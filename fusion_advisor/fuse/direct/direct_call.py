@@ -1,0 +1,224 @@
+"""Runs what dynamo compiled for a call without asking it again, while all that its guards look at is as it was.
+
+Dynamo evaluates every guard at each call, five for a parameter: 0.2 ms for 12 layers of GPT-2, 1 ms for SegFormer-B2. Here the
+guards that hold as long as nothing in the model was replaced are left out (:mod:`fusion_advisor.fuse.direct.unchanged`). The rest
+is asked as before: the call's own tensors, global state, modes. Whatever differs, the call goes through dynamo. Figures:
+``docs/measurements/call_overhead.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from fusion_advisor.fuse.direct.unchanged import Unchanged
+from fusion_advisor.runtime.torch_internals import compiled_code
+from fusion_advisor.runtime.torch_internals.compiled_code import CompiledCode
+
+_VARARGS, _VARKEYWORDS = 0x04, 0x08
+
+
+class Frame:
+    """How a call's arguments become the variables of a function."""
+
+    def __init__(self, function: FunctionType, owner: tuple[Any, ...]) -> None:
+        """Note what does not depend on the call.
+
+        Args:
+            function: that runs.
+            owner: what is passed ahead of the call's arguments: the module, for a method.
+        """
+        code = function.__code__
+        count = code.co_argcount
+        self.function, self.owner = function, owner
+        self.cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        self._code, self._defaults = code, (function.__defaults__, function.__kwdefaults__)
+        self._names = code.co_varnames[:count]
+        last = count + code.co_kwonlyargcount
+        self._by_name = frozenset(code.co_varnames[code.co_posonlyargcount : last])
+        self._rest = code.co_varnames[last] if code.co_flags & _VARARGS else None
+        self._others = code.co_varnames[last + bool(self._rest)] if code.co_flags & _VARKEYWORDS else None
+        values = function.__defaults__ or ()
+        self._fixed = {
+            **dict(zip(self._names[count - len(values) :], values, strict=True)), **(function.__kwdefaults__ or {}),
+            **{name: cell.cell_contents for name, cell in self.cells.items()},
+        }  # fmt: skip
+
+    def is_same(self) -> bool:
+        """Whether the function has the code and the defaults that it had."""
+        function = self.function
+        return (
+            function.__code__ is self._code
+            and function.__defaults__ is self._defaults[0]
+            and function.__kwdefaults__ is self._defaults[1]
+        )
+
+    def variables(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a call's variables by name, those of the closure among them."""
+        passed = self.owner + args
+        found = {**self._fixed, **dict(zip(self._names, passed, strict=False))}
+        if self._rest is not None:
+            found[self._rest] = passed[len(self._names) :]
+        if self._others is None:
+            found.update(kwargs)
+        elif self._by_name.isdisjoint(kwargs):
+            found[self._others] = dict(kwargs)
+        else:
+            found[self._others] = {name: value for name, value in kwargs.items() if name not in self._by_name}
+            found.update((name, value) for name, value in kwargs.items() if name in self._by_name)
+        return found
+
+
+class DirectCall:
+    """The compiled code of one call, and what must be as it was for it to run."""
+
+    def __init__(self, frame: Frame, compiled: CompiledCode, unchanged: Unchanged) -> None:
+        self._frame, self._compiled, self._unchanged = frame, compiled, unchanged
+        self._check = compiled.only(lambda node: id(node) not in unchanged.implied)
+        function = frame.function
+        self._run = FunctionType(compiled.code, function.__globals__, closure=function.__closure__)
+        self._run.__defaults__, self._run.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+
+    @property
+    def words(self) -> int:
+        """How many words of memory stand for what was noted of the model; 0 where Python compares it."""
+        return self._unchanged.words
+
+    def variables(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a call's variables by name, as the guards find them."""
+        return self._frame.variables(args, kwargs)
+
+    def fits(self, variables: dict[str, Any]) -> bool:
+        """Whether the guards that are left to dynamo hold for a call's variables."""
+        return self._check(variables)
+
+    def passes_all_guards(self, variables: dict[str, Any]) -> bool:
+        """Whether all of dynamo's guards hold for a call's variables: slow, and for measurements."""
+        return bool(self._compiled.root.check(variables))
+
+    def may_run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether every guard of the compiled code holds for a call."""
+        return compiled_code.is_stance_default() and self.is_current() and self._check(self.variables(args, kwargs))
+
+    def is_current(self) -> bool:
+        """Whether all that was noted of the model is as it was, and dynamo still has the code."""
+        return self._compiled.is_alive() and self._frame.is_same() and self._unchanged.holds()
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the compiled code."""
+        return self._run(*self._frame.owner, *args, **kwargs)
+
+
+class Shortcut:
+    """A compiled call that finds out by itself whether it can do without dynamo.
+
+    Args:
+        model: the module.
+        call: the compiled call.
+        graphs: what may run in it, as dynamo's backend returned them.
+        in_words: compare words of memory, where they can be read; False compares in Python.
+    """
+
+    def __init__(self, model: torch.nn.Module, call: Callable[..., Any], graphs: Sequence[Any], *, in_words: bool = True) -> None:
+        self._model, self._call, self._graphs, self._in_words = model, call, graphs, in_words
+        self._tries = self._runs = 0
+        self.direct: DirectCall | None = None
+        """What runs without dynamo; None where dynamo has to see the next call."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call that dynamo has compiled already: past dynamo where that holds, through its guards otherwise."""
+        if self.direct is None and self._tries < _MOST_TRIES:  # ahead of the call, which may change what it is given
+            self._tries, self._runs = self._tries + 1, 0
+            try:
+                self.direct = direct_call(self._model, self._call, self._graphs, args, kwargs, in_words=self._in_words)
+            except (AttributeError, TypeError, RuntimeError):  # a torch whose guards are built another way
+                self._tries = _MOST_TRIES
+        direct = self.direct
+        if direct is not None:
+            if direct.may_run(args, kwargs):
+                self._runs += 1
+                if self._runs == _WORTH_A_LOOK:
+                    self._tries = 0
+                return direct.run(args, kwargs)
+            if not direct.is_current():  # what was noted of the model holds no longer: it is noted anew
+                self.direct = None
+        return self._call(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Hold nothing of the model any more, and begin anew."""
+        self.direct, self._tries = None, 0
+
+
+_WORTH_A_LOOK = 50
+"""Calls past dynamo after which a model that changed is looked through as often again."""
+_MOST_TRIES = 4
+"""A model that changes at each call is not looked through at each: it takes 10 ms for SegFormer-B2."""
+
+
+def direct_call(
+    model: torch.nn.Module,
+    call: Callable[..., Any],
+    graphs: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    in_words: bool = True,
+) -> DirectCall | None:
+    """Find what dynamo runs for a call, and what must stay as it is for it to be run directly.
+
+    Args:
+        model: the module.
+        call: the compiled call.
+        graphs: what may run in it, as dynamo's backend returned them.
+        args: of a call that is about to be made.
+        kwargs: likewise.
+        in_words: see :class:`Shortcut`.
+
+    Returns:
+        None where dynamo has to see each call: several graphs, hooks on the model itself, a forward of another kind.
+    """
+    frame = _frame(model, call)
+    if frame is None:
+        return None
+    variables = frame.variables(args, kwargs)
+    for compiled in compiled_code.compiled_codes(frame.function):
+        if not any(compiled.graph is graph or compiled.graph == graph for graph in graphs):
+            continue
+        if compiled.root.check(variables):
+            unchanged = _unchanged(compiled, frame, variables, in_words=in_words)
+            # Once more, so that all of it held after it was noted: another thread may have changed the model meanwhile.
+            return DirectCall(frame, compiled, unchanged) if compiled.root.check(variables) else None
+    return None
+
+
+def _frame(model: torch.nn.Module, call: Callable[..., Any]) -> Frame | None:
+    """Return the frame that dynamo compiles for a module's call."""
+    inner = compiled_code.innermost(call)
+    if isinstance(inner, FunctionType):  # around a forward of torch's own; what it calls was looked through with its hooks
+        return Frame(inner, ())
+    forward: Any = model.forward
+    if not isinstance(forward, MethodType) or forward.__self__ is not model or not compiled_code.has_plain_call(model):
+        return None
+    function = forward.__func__
+    return Frame(function, (model,)) if isinstance(function, FunctionType) else None
+
+
+def _unchanged(compiled: CompiledCode, frame: Frame, variables: Mapping[str, Any], *, in_words: bool) -> Unchanged:
+    """Follow the guards of what every call has in common: the module, the closure, the globals."""
+    common = {f"L['{name}']": variables[name] for name in frame.cells} | {"G": frame.function.__globals__}
+    if frame.owner:
+        common[f"L['{frame.function.__code__.co_varnames[0]}']"] = frame.owner[0]
+    found = Unchanged(in_words=in_words)
+    for cell in frame.cells.values():
+        found.read(cell, "cell_contents")
+    for node in compiled.root.get_child_managers():
+        source = node.get_source()
+        if source in common:
+            found.follow(node, common[source])
+        elif source[3:-2] in variables:
+            found.follow_classes(node, variables[source[3:-2]])
+    found.finish()
+    return found

@@ -1,0 +1,350 @@
+"""Finds the guards that cannot fail while nothing in the model was replaced, and notes what to compare to know that.
+
+Dynamo's guards are a tree: each node is a value and what must hold of it, each edge how the value is reached from the one above.
+A node cannot fail where the same objects are reached as when it held, and what is asked of them cannot change. For that
+
+- a dict's version is compared, in place of its items; so is the dict of a class,
+- a module's or another object's class and ``__dict__`` are compared,
+- any other attribute is read and compared with the object that it was.
+
+Where :mod:`fusion_advisor.fuse.direct.words` can, all but the last are compared in one compiled loop; else one by one in Python.
+
+A node whose value can change in a way that is not compared (a list, an attribute that a ``__getattr__`` of the model's makes)
+stays with dynamo. A parameter that is still in the same dict is not asked for its sizes: dynamo does not ask either
+(``skip_tensor_guards_with_matching_dict_tags``).
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from itertools import starmap
+from operator import attrgetter, getitem
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+
+from fusion_advisor.fuse.direct.attribute_lookup import Lookup, is_constant, look_up
+from fusion_advisor.fuse.direct.words import (
+    Words,
+    attribute_place,
+    can_change,
+    class_place,
+    dict_place,
+    table_of_class,
+    words_are_readable,
+)
+from fusion_advisor.runtime.torch_internals.compiled_code import dict_versions, trusts_tensors_in_dicts
+
+_IDENTITY = {"TYPE_MATCH", "ID_MATCH", "NOT_NONE"}
+_OF_TENSORS = _IDENTITY | {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_HASATTR"}
+_OF_DICTS = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION", "LENGTH_CHECK"}
+_ORDER = "MAPPING_KEYS_MATCH"
+"""``OrderedDict.move_to_end`` changes the order and leaves the version as it was."""
+_ABSENT = "NO_HASATTR"
+_ABSENT_NAME = re.compile(r"hasattr\(.*, '(\w+)'\)$")
+_MAY_CHANGE = {"OBJECT_ALIASING", "NO_TENSOR_ALIASING", "LAMBDA_GUARD"}
+"""Guards that ask for more than their value."""
+_FIXED_CLASS = (FunctionType, BuiltinFunctionType, MethodType, CellType, property, staticmethod, classmethod, MappingProxyType)
+"""Objects of these keep their class, and have no ``__dict__`` that is looked into."""
+_DICTS = (dict, OrderedDict)
+_READ_ONLY = {(property, "fget"), (property, "fset"), (staticmethod, "__func__"), (classmethod, "__func__")}
+_ATTRIBUTES = {
+    "CodeGuardAccessor": "__code__", "ClosureGuardAccessor": "__closure__", "FuncDefaultsGuardAccessor": "__defaults__",
+    "FuncKwDefaultsGuardAccessor": "__kwdefaults__", "TypeMROGuardAccessor": "__mro__",
+}  # fmt: skip
+
+
+class _Unknown(Exception):
+    """It is not known what a guard looks at."""
+
+
+_MISSING = (_Unknown, AttributeError, KeyError, IndexError, ValueError, SyntaxError, TypeError)
+
+
+class Unchanged:
+    """What was reached from the model by guards that held, to see in bulk whether it is still the same."""
+
+    def __init__(self, *, in_words: bool = True) -> None:
+        """Begin with nothing.
+
+        Args:
+            in_words: compare words of memory, where they can be read; False compares in Python.
+        """
+        self._in_words = in_words and words_are_readable()
+        self.implied: dict[int, Any] = {}
+        """Nodes of the tree that hold as long as :meth:`holds` does, by identity."""
+        self._dicts: dict[int, dict[Any, Any]] = {}
+        self._objects: dict[int, Any] = {}
+        self._attributes: dict[str, dict[int, tuple[Any, Any]]] = {}
+        self._globals: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
+        self._rows: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = []
+
+    def follow(self, node: Any, value: Any) -> bool:
+        """Note what a node and those below it look at.
+
+        Args:
+            node: of dynamo's tree; its guards hold now.
+            value: what it guards.
+
+        Returns:
+            Whether the whole of it holds as long as what was noted is the same.
+        """
+        is_implied = self._is_known(node, value)
+        managers = getattr(node, "get_key_value_managers", None)
+        if managers is not None:
+            is_implied &= self._follow_items(managers(), value)
+        for accessor, below in zip(node.get_accessors(), node.get_child_managers(), strict=True):
+            try:
+                reached = self._reached(accessor, value)
+            except _MISSING:
+                is_implied = False
+                continue
+            is_implied &= self._is_left_alone(value, reached) and self.follow(below, reached)
+        if is_implied:
+            self.implied[id(node)] = node
+        return is_implied
+
+    def follow_classes(self, node: Any, value: Any) -> None:
+        """Note what is looked at of the classes of what a call passes: another call passes other objects, but of these classes.
+
+        Args:
+            node: of dynamo's tree; it stays with dynamo, and its guards hold now.
+            value: what it guards.
+        """
+        asked = {type(guard).__name__ for guard in node.get_leaf_guards()}
+        for accessor, below in zip(node.get_accessors(), node.get_child_managers(), strict=True):
+            if type(accessor).__name__ == "TypeGuardAccessor":
+                if "TYPE_MATCH" in asked:
+                    self.follow(below, type(value))
+                continue
+            try:
+                reached = value[_index(accessor)] if type(value) is list else Unchanged()._reached(accessor, value)
+            except _MISSING:
+                continue
+            self.follow_classes(below, reached)
+
+    def read(self, owner: Any, name: str) -> Any:
+        """Read an attribute, to compare it from now on.
+
+        Raises:
+            _Unknown: it is another object each time.
+        """
+        get = attrgetter(name)
+        value = get(owner)
+        if get(owner) is not value:
+            raise _Unknown
+        self._attributes.setdefault(name, {})[id(owner)] = (owner, value)
+        return value
+
+    def finish(self) -> None:
+        """Remember everything as it is now."""
+        in_words = self._in_words
+        places: list[int] = []
+        owners: list[Any] = []
+        if in_words:
+            places += [dict_place(table) for table in self._dicts.values()]
+            places += [class_place(value) for value in self._objects.values()]
+            owners = [*self._dicts.values(), *self._objects.values()]
+        self._tables = [] if in_words else list(self._dicts.values())
+        self._versions = dict_versions(self._tables)
+        self._instances = [] if in_words else list(self._objects.values())
+        self._classes = list(map(type, self._instances))
+        self._rows = []
+        for name, pairs in self._attributes.items():
+            found = [attribute_place(owner, name) if in_words else None for owner, _ in pairs.values()]
+            places += [place for place in found if place is not None]
+            slow = [pair for pair, place in zip(pairs.values(), found, strict=True) if place is None]
+            owners += [part for pair in pairs.values() for part in pair]
+            if slow:
+                self._rows.append((attrgetter(name), [owner for owner, _ in slow], [value for _, value in slow]))
+        self._words = Words(places, owners) if in_words else None
+        spaces = list({id(space): space for space, _, _ in self._globals.values()}.values())
+        self._space_words = Words(map(dict_place, spaces), spaces) if in_words else None
+        self._spaces = [space for space, _, _ in self._globals.values()]
+        self._names = [name for _, name, _ in self._globals.values()]
+        self._values = [value for _, _, value in self._globals.values()]
+
+    @property
+    def words(self) -> int:
+        """How many words of memory are compared."""
+        return sum(len(words) for words in (self._words, self._space_words) if words is not None)
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        if self._words is not None:
+            if not self._words.are_same():
+                return False
+        elif dict_versions(self._tables) != self._versions:
+            return False
+        if not all(map(operator.is_, map(type, self._instances), self._classes)):
+            return False
+        try:
+            return self._are_globals_same() and all(starmap(_is_same, self._rows))
+        except (AttributeError, KeyError, ValueError):  # there is none any more; a ValueError is an empty cell's
+            return False
+
+    def _are_globals_same(self) -> bool:
+        """Whether each global that was read is what it was.
+
+        Raises:
+            KeyError: one is there no more.
+        """
+        words = self._space_words
+        if words is not None and words.are_same():
+            return True
+        if words is not None:
+            words.read()
+        same = all(map(operator.is_, map(getitem, self._spaces, self._names), self._values))
+        if not same:
+            self._space_words = None  # compared one by one from now on
+        return same
+
+    def _is_known(self, node: Any, value: Any) -> bool:
+        """Whether what is asked of a value itself can change in no way that is not compared."""
+        guards = node.get_leaf_guards()
+        asked = {type(guard).__name__ for guard in guards}
+        if is_constant(value):
+            return not asked & _MAY_CHANGE
+        if type(value) is tuple:
+            return asked <= _IDENTITY | {"LENGTH_CHECK"}
+        if type(value) is MappingProxyType:
+            return asked <= _OF_DICTS and self._watch_class(value)
+        if _is_namespace(value):
+            return asked <= _IDENTITY
+        if type(value) in _DICTS:
+            self._dicts[id(value)] = value
+            return asked <= _OF_DICTS or (type(value) is dict and asked <= {*_OF_DICTS, _ORDER})
+        if isinstance(value, torch.Tensor):
+            return asked <= _OF_TENSORS and not node.get_accessors()
+        if not isinstance(value, _FIXED_CLASS):
+            self._objects[id(value)] = value
+        if _ABSENT in asked and not all(self._stays_absent(guard, value) for guard in guards):
+            return False
+        return asked <= _IDENTITY | {_ABSENT}
+
+    def _watch_class(self, attributes: MappingProxyType[str, Any]) -> bool:
+        """Note the dict of a class, by what ``vars`` shows of it; False where it cannot be found."""
+        table = table_of_class(attributes)
+        if table is None:
+            return False
+        self._dicts[id(table)] = table
+        return True
+
+    def _stays_absent(self, guard: Any, value: Any) -> bool:
+        """Note what decides that an object lacks an attribute; False where it is not known."""
+        if type(guard).__name__ != _ABSENT:
+            return True
+        name = _ABSENT_NAME.search(guard.verbose_code_parts()[0].partition("  #")[0].strip().removeprefix("not "))
+        found = None if name is None else look_up(value, name[1])
+        return found is not None and not found.is_found and self._watch_lookup(value, found)
+
+    def _watch_lookup(self, owner: Any, found: Lookup) -> bool:
+        """Note all that decides an attribute; False where a class cannot be looked into."""
+        if not all(self._watch_class(vars(kind)) for kind in type(owner).__mro__ if can_change(kind)):
+            return False
+        self.read(type(owner), "__mro__")
+        self.read(owner, "__dict__")
+        for one in found.code:
+            self.read(one, "__code__")
+        self._objects[id(owner)] = owner
+        self._dicts.update((id(table), table) for table in found.tables)
+        return True
+
+    def _is_left_alone(self, holder: Any, value: Any) -> bool:
+        """Whether dynamo asks a value nothing either while its holder is the same: it does ask a tensor that no dict holds."""
+        return not isinstance(value, torch.Tensor) or (type(holder) in _DICTS and trusts_tensors_in_dicts())
+
+    def _follow_items(self, managers: Mapping[int, Any], value: Any) -> bool:
+        """Note what the guards of a dict's keys and values by place look at."""
+        if type(value) is not dict or _is_namespace(value):
+            return not managers
+        is_implied = True
+        items = list(value.items())
+        for place, pair in managers.items():
+            for node, part in zip(pair, items[place], strict=True):
+                is_implied &= node is None or (not isinstance(part, torch.Tensor) and self.follow(node, part))
+        return is_implied
+
+    def _reached(self, accessor: Any, value: Any) -> Any:
+        """Return what is reached from a value, and note how.
+
+        Raises:
+            _Unknown: it may be something else next time, and nothing would tell.
+        """
+        kind, text = type(accessor).__name__, accessor.repr()
+        if kind == "TypeGuardAccessor":
+            return type(value)
+        if kind == "GetGenericDictGuardAccessor":
+            return self.read(value, "__dict__")
+        if kind == "TypeDictGuardAccessor":
+            return vars(value)  # a class has one for life
+        if kind in _ATTRIBUTES:
+            return self.read(value, _ATTRIBUTES[kind])
+        inside = _inside(text)
+        if kind in ("GetAttrGuardAccessor", "GenericGetAttrGuardAccessor"):
+            return self._attribute(value, inside)
+        if kind == "DictGetItemGuardAccessor":
+            return self._item(value, ast.literal_eval(inside))
+        if kind in ("TupleGetItemGuardAccessor", "GetItemGuardAccessor") and type(value) is tuple:
+            return value[ast.literal_eval(inside)]
+        raise _Unknown
+
+    def _attribute(self, value: Any, name: str) -> Any:
+        if type(value) is ModuleType and name in vars(value):
+            return self._global(vars(value), name)
+        if (type(value), name) in _READ_ONLY:
+            return getattr(value, name)
+        found = look_up(value, name)
+        if found is not None and found.is_found and self._watch_lookup(value, found):
+            return found.value
+        return self.read(value, name)
+
+    def _item(self, value: Any, name: Any) -> Any:
+        if type(value) is MappingProxyType:  # a class's attributes
+            if not self._watch_class(value):
+                raise _Unknown
+        elif type(value) not in _DICTS:
+            raise _Unknown
+        return self._global(value, name) if _is_namespace(value) else value[name]
+
+    def _global(self, space: dict[Any, Any], name: Any) -> Any:
+        """Note one item of a Python module's globals: a script that runs a loop sets others between two calls."""
+        self._globals[id(space), name] = (space, name, space[name])
+        return space[name]
+
+
+def _is_same(get: Callable[[Any], Any], owners: list[Any], values: list[Any]) -> bool:
+    return all(map(operator.is_, map(get, owners), values))
+
+
+def _is_namespace(value: Any) -> bool:
+    """Whether a dict is a Python module's globals."""
+    return type(value) is dict and "__builtins__" in value
+
+
+def _inside(text: str) -> str:
+    """Return the argument in an accessor's description."""
+    return text[text.index("(") + 1 : -1]
+
+
+def _index(accessor: Any) -> int:
+    """Return which item of a list an accessor reaches.
+
+    Raises:
+        _Unknown: it reaches no item.
+    """
+    if type(accessor).__name__ not in ("ListGetItemGuardAccessor", "GetItemGuardAccessor"):
+        raise _Unknown
+    return int(_inside(accessor.repr()))

@@ -1,0 +1,92 @@
+"""The code that dynamo made for a function, with its guards as a tree: read, cut down to a part, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards as dynamo_guards
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+_GRAPH = "__compiled_fn"
+_RESUME = "__resume_at"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCode:
+    """What dynamo runs for one function while its guards hold.
+
+    Attributes:
+        code: it runs in place of the function's own.
+        root: of the tree of guards.
+        graph: the only graph that it calls, as the backend returned it.
+        guards: dynamo's wrapper around the tree.
+    """
+
+    code: CodeType
+    root: Any
+    graph: Any
+    guards: Any
+
+    def is_alive(self) -> bool:
+        """Whether dynamo still has it: not after ``reset``, nor once an object that is guarded by its identity was freed."""
+        return self.guards.cache_entry is not None
+
+    def only(self, is_kept: Callable[[Any], bool]) -> Callable[[dict[str, Any]], bool]:
+        """Return a check of a part of the guards.
+
+        Args:
+            is_kept: whether a node stays; where it does not, nothing below it does.
+
+        Returns:
+            The check, of a frame's variables by name.
+        """
+        check: Callable[[dict[str, Any]], bool] = self.root.clone_manager(is_kept).check
+        return check
+
+
+def compiled_codes(function: FunctionType) -> Iterator[CompiledCode]:
+    """Yield what dynamo compiled for all functions with a function's code, where it is one graph for the whole function."""
+    for entry in _debug_get_cache_entry_list(function.__code__):
+        code = entry.code
+        graphs = [name for name in code.co_names if name.startswith(_GRAPH)]
+        if len(graphs) != 1 or any(name.startswith(_RESUME) for name in code.co_names):
+            continue
+        called = function.__globals__.get(graphs[0])
+        yield CompiledCode(code, entry.guard_manager.root, innermost(called), entry.guard_manager)
+
+
+def innermost(call: Any) -> Any:
+    """Return what dynamo's own wrappers stand around."""
+    while hasattr(call, "_torchdynamo_orig_callable"):
+        call = call._torchdynamo_orig_callable
+    return call
+
+
+def dict_versions(tables: Sequence[dict[Any, Any]]) -> list[int]:
+    """Return a number for each dict that no dict had before: it is another one as soon as an item is set or taken away."""
+    return list(map(dynamo_guards.dict_version, tables))
+
+
+def trusts_tensors_in_dicts() -> bool:
+    """Whether dynamo asks nothing of a tensor that is still in the same unchanged dict."""
+    return bool(torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags)
+
+
+def is_stance_default() -> bool:
+    """Whether nobody told dynamo to run eager for a while (``torch.compiler.set_stance``), and nothing is being traced."""
+    return torch._dynamo.eval_frame._stance.stance == "default" and torch._C._get_tracing_state() is None
+
+
+def has_plain_call(module: torch.nn.Module) -> bool:
+    """Whether calling a module does nothing but run its forward: no hook of any kind, and torch's own way to call it."""
+    from torch.nn.modules import module as implementation
+
+    return (
+        type(module)._call_impl is torch.nn.Module._call_impl
+        and not implementation._has_any_global_hook()
+        and not (module._backward_hooks or module._backward_pre_hooks or module._forward_hooks or module._forward_pre_hooks)
+    )

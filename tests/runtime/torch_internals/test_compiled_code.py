@@ -1,0 +1,66 @@
+"""What dynamo compiled for a function is found with its guards, and a part of them is checked alone."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_advisor.runtime.torch_internals import compiled_code
+
+
+def compiled_addition():
+    def graph_of(module, inputs):
+        return module.forward
+
+    def add(x, y):
+        return x + y
+
+    call = torch.compile(add, backend=graph_of, dynamic=False)
+    call(torch.ones(3), torch.ones(3))
+    (found,) = compiled_code.compiled_codes(add)
+    return add, call, found
+
+
+def test_the_code_is_found_with_its_graph():
+    add, call, found = compiled_addition()
+    assert compiled_code.innermost(call) is add
+    assert torch.equal(found.graph(torch.ones(3), torch.ones(3))[0], torch.full((3,), 2.0))
+    assert found.root.check({"x": torch.ones(3), "y": torch.ones(3)})
+    assert not found.root.check({"x": torch.ones(3), "y": torch.ones(4)})
+    assert found.is_alive()
+    torch._dynamo.reset()
+    assert not found.is_alive()
+
+
+def test_a_part_of_the_guards_is_checked_alone():
+    _, _, found = compiled_addition()
+    nodes = {node.get_source(): node for node in found.root.get_child_managers()}
+    only_x = found.only(lambda node: node is not nodes["L['y']"])
+    assert only_x({"x": torch.ones(3), "y": torch.ones(4)})
+    assert not only_x({"x": torch.ones(4), "y": torch.ones(3)})
+
+
+def test_a_dicts_version_changes_with_its_items():
+    table = {"a": 1}
+    before = compiled_code.dict_versions([table, {}])
+    assert compiled_code.dict_versions([table, {}])[0] == before[0]
+    table["a"] = 2
+    assert compiled_code.dict_versions([table])[0] != before[0]
+
+
+def test_a_stance_is_seen():
+    assert compiled_code.is_stance_default()
+    with torch.compiler.set_stance("force_eager"):
+        assert not compiled_code.is_stance_default()
+
+
+def test_hooks_make_a_call_more_than_its_forward():
+    layer = torch.nn.Linear(2, 2)
+    assert compiled_code.has_plain_call(layer)
+    layer.register_forward_hook(lambda *_: None)
+    assert not compiled_code.has_plain_call(layer)
+
+
+def test_dynamo_trusts_tensors_in_dicts_unless_configured():
+    assert compiled_code.trusts_tensors_in_dicts()
+    with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
+        assert not compiled_code.trusts_tensors_in_dicts()
