@@ -16,7 +16,7 @@ from fusion_advisor.export.printed import Printed, laid
 from fusion_advisor.export.readme import call_lines, rows, step_sentence
 from fusion_advisor.records import Report
 
-_HERE = Path(__file__).parent
+_COPIED = Path(__file__).parent / "copied"
 _TEMPLATES = content_dir("templates") / "export"
 
 
@@ -43,7 +43,7 @@ def files_of(printed: Printed, report: Report, name: str) -> dict[str, bytes]:
     own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
     modules += [module for module in own if (_TEMPLATES / f"{module}.jinja").is_file()]
     files |= {f"{name}/{module}": rendered(module) for module in modules}
-    files[f"{name}/_facts.py"] = (_HERE / "model_facts.py").read_bytes()
+    files[f"{name}/_facts.py"] = (_COPIED / "model_facts.py").read_bytes()
     files[f"{name}/expected.json"] = (json.dumps(printed.expected, indent=1, sort_keys=True) + "\n").encode()
     if printed.constants:
         buffer = io.BytesIO()

@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.collect import Rewritten
+from fusion_advisor.export.copied.model_facts import facts
 from fusion_advisor.export.forward_source import ForwardPrinter, Source
 from fusion_advisor.export.kernel_ops import KernelOp
-from fusion_advisor.export.model_facts import facts
 from fusion_advisor.export.outputs import OutputPrinter
 from fusion_advisor.export.parameters import joined_names, tensor_names
 from fusion_advisor.records import TensorMeta

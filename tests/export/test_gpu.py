@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.export import models
-from tests.export.test_package import in_a_fresh_process
+from tests.export.fresh import check_shown, in_a_fresh_environment
 
 
 @pytest.mark.gpu
@@ -24,12 +24,8 @@ def test_a_package_on_a_gpu_gives_the_fused_models_bits(make, backend, tmp_path)
     name = f"{make.__name__}_{backend}"
     left_out = fused.export(tmp_path / name)
     assert left_out == ()
-    shown, printed = in_a_fresh_process(tmp_path / name, name, model, inputs, fused)
-    assert shown["equal"]
-    assert all(shown["equal"])
-    assert shown["fallbacks"] == {}
-    assert (shown["graphs"], shown["breaks"]) == (1, 0)
-    assert shown["tests"] == 0, printed
+    shown = in_a_fresh_environment(tmp_path, {name: (model, inputs, fused)})
+    check_shown(shown[name])
     suffix = ".py" if backend == "triton" else ".cu"
     kernels = [path for path in (tmp_path / name / name / "kernels").iterdir() if path.name.startswith("fa_")]
     assert {path.suffix for path in kernels} == {suffix}
