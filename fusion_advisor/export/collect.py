@@ -16,15 +16,17 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.errors import CannotExport, PlanMismatch
-from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops
-from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops, with_copies
+from fusion_advisor.export.linear_ops import why_not, with_linears
+from fusion_advisor.export.parameters import is_joined_operand
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
 from fusion_advisor.fuse.live.restore_plan import Restored, put_together
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
-from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
-from fusion_advisor.fuse.passes.merge_gemms import is_merged_operand
+from fusion_advisor.fuse.passes.gemm_epilogue import EpilogueCall
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy
 from fusion_advisor.records import Status
 from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
@@ -80,27 +82,30 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
     if len(restored.bench.live.regions) != 1 or not restored.live.is_whole():
         count = len(restored.bench.live.regions)
         raise CannotExport(detail=f"the model is captured as {count} graphs with Python between them, not as one")
-    ops = kernel_ops(restored.bench, restored.plan.fusions)
-    module, left_out = _module(restored, saved, ops)
+    linears = [one for one in restored.linears if not why_not(one)]
+    ops = with_linears(kernel_ops(restored.bench, restored.plan.fusions), restored.bench, linears)
+    module, left_out = _module(restored, saved, ops, linears)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     output, values = _run(loaded, restored, module)
     names = restored.bench.live.regions[0].names
     assert len(names) == len(placeholders)
     return Rewritten(
-        module=module, names=names, ops=ops, origins=_origins(module, restored.bench), output=output, values=values,
+        module=module, names=names, ops=with_copies(ops, module.graph),
+        origins=_origins(module, restored.bench), output=output, values=values,
         left_out=left_out,
     )  # fmt: skip
 
 
-def _module(restored: Restored, saved: SavedPlan, ops: KernelOps) -> tuple[GraphModule, tuple[str, ...]]:
+def _module(
+    restored: Restored, saved: SavedPlan, ops: KernelOps, linears: Sequence[BuiltLinear]
+) -> tuple[GraphModule, tuple[str, ...]]:
     """Build the graph with every rewrite that the package can hold; return it, and sentences about the others."""
     rows = {row.id: row for row in saved.report.rewrites}
     left_out = [_CUDA_GRAPH] if CUDA_GRAPH.id in saved.rewrites else []
-    if GEMM_EPILOGUE.id in saved.rewrites:
-        left_out.append(f"{GEMM_EPILOGUE.id} ({GEMM_EPILOGUE.title}): kernels of linear layers are not exported")
-    left_out += [f"{row.id} {row.kernel}: kernels of linear layers are not exported" for row in saved.linears]
+    refused = {one.id: reason for one in restored.linears if (reason := why_not(one))}
+    left_out += [f"{row.id} {row.kernel}: {refused[row.id]}" for row in saved.linears if row.id in refused]
     passes: list[str] = []
-    build = _builder(restored)
+    build = _builder(restored, linears)
     for name in kept_passes(saved.report.rewrites):
         if _foreign(build([*passes, name]), ops):
             left_out.append(f"{name} ({rows[name].name}): it runs Python of fusion_advisor's own")
@@ -117,8 +122,8 @@ _CUDA_GRAPH = (
 )
 
 
-def _builder(restored: Restored) -> Callable[[Sequence[str]], GraphModule]:
-    return lambda passes: restored.bench.build(restored.plan.fusions, passes).modules[0]
+def _builder(restored: Restored, linears: Sequence[BuiltLinear]) -> Callable[[Sequence[str]], GraphModule]:
+    return lambda passes: restored.bench.build(restored.plan.fusions, passes, linears).modules[0]
 
 
 def _foreign(module: GraphModule, ops: KernelOps) -> list[str]:
@@ -130,7 +135,8 @@ def _foreign(module: GraphModule, ops: KernelOps) -> list[str]:
         or (
             node.op == "call_function"
             and ops.of(node.target) is None
-            and not is_merged_operand(node.target)
+            and not isinstance(node.target, EpilogueCall | PlainCopy)
+            and not is_joined_operand(node.target)
             and not isinstance(node.target, torch._ops.OpOverload)
             and getattr(node.target, "__module__", "") != "_operator"
         )

@@ -16,7 +16,7 @@ from fusion_advisor.export.copied.model_facts import facts
 from fusion_advisor.export.forward_source import ForwardPrinter, Source
 from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.export.outputs import OutputPrinter
-from fusion_advisor.export.parameters import joined_names, tensor_names
+from fusion_advisor.export.parameters import joined_tensors, tensor_names
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -59,11 +59,11 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
     graph, model = found.module.graph, loaded.model
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     tensors = dict(tensor_names(model, placeholders, found.names))
-    joined = joined_names(graph, tensors)
+    joined = joined_tensors(graph, tensors)
     call = _bound(loaded)
     given = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
     arguments = _arguments(loaded, placeholders, found.names, tensors)
-    tensors |= {node: name for node, (name, _) in joined.items()}
+    tensors |= {node: one.name for node, one in joined.items()}
     printer = ForwardPrinter(
         Source(model=model, graph=graph, ops=found.ops, tensors=tensors, arguments=arguments, origins=found.origins)
     )
@@ -82,7 +82,7 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
         "tensors": [(name, laid(name, meta)) for name, meta in metas], "has_functional": "F." in text,
         "has_aten": "aten." in text,
         "values": repr({name: value for name, value in call.items() if name not in given}),
-        "joined": sorted(dict(joined.values()).items()),
+        "joined": sorted({one.name: one for one in joined.values()}.values(), key=lambda one: one.name),
         "below": repr({name: int(value.max()) + 1 for name, value in given.items() if _is_whole(value)}),
         "aten_ops": sorted({_op_name(node) for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}),
     }  # fmt: skip

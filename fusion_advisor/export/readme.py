@@ -38,7 +38,7 @@ def rows(report: Report, ops: Sequence[KernelOp]) -> list[ReadmeRow]:
             source=sources.get(row.chain_id, "") or ", ".join(op.origin for op in by_fusion.get(row.id, ())[:1]),
         )
         for row in report.fusions
-        if row.status is Status.KEPT and row.chain_id
+        if row.status is Status.KEPT
     ]  # fmt: skip
     found += [
         ReadmeRow(id=row.id, title=row.name, sites=str(row.sites), saved=_saved(row.step_delta_ns), source="")

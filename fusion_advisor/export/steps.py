@@ -11,8 +11,7 @@ from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.fx_nodes import is_idle_dropout, module_path
 from fusion_advisor.export.kernel_ops import KernelOps
-from fusion_advisor.export.parameters import Layer, layer_of
-from fusion_advisor.fuse.passes.merge_gemms import is_merged_operand
+from fusion_advisor.export.parameters import Layer, is_joined_operand, layer_of
 
 _FEWEST_STEPS = 5
 """A layer of fewer steps that no other layer is equal to stays where it is called."""
@@ -85,7 +84,7 @@ class Steps:
                 self.returned = [self.same(one) for one in node.all_input_nodes]
             if node.op != "call_function" or node in self._same or node in self._unpacked:
                 continue
-            if is_merged_operand(node.target):  # read like a parameter
+            if is_joined_operand(node.target):  # read like a parameter
                 continue
             if is_idle_dropout(node):
                 self._same[node] = node.all_input_nodes[0]
