@@ -45,6 +45,7 @@ class Rewritten:
         origins: by a kernel's result, the model's own op that had it.
         output: what the call returns.
         values: what the graph returned in that call, by its results.
+        assigned: object of the call, attribute and value, for each attribute that the call sets.
         left_out: kept rewrites that the package does not have, as sentences.
     """
 
@@ -54,6 +55,7 @@ class Rewritten:
     origins: Mapping[Node, Node]
     output: Any
     values: tuple[tuple[Node, Any], ...]
+    assigned: tuple[tuple[Any, str, Any], ...]
     left_out: tuple[str, ...]
 
 
@@ -86,12 +88,15 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
     ops = with_linears(kernel_ops(restored.bench, restored.plan.fusions), restored.bench, linears)
     module, left_out = _module(restored, saved, ops, linears)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    output, values = _run(loaded, restored, module)
+    written = restored.live.written
+    if written.modules or written.contents:
+        raise CannotExport(detail="its call sets attributes of modules, or changes lists of theirs")
+    output, values, assigned = _run(loaded, restored, module)
     names = restored.bench.live.regions[0].names
     assert len(names) == len(placeholders)
     return Rewritten(
         module=module, names=names, ops=with_copies(ops, module.graph),
-        origins=_origins(module, restored.bench), output=output, values=values,
+        origins=_origins(module, restored.bench), output=output, values=values, assigned=assigned,
         left_out=left_out,
     )  # fmt: skip
 
@@ -143,8 +148,10 @@ def _foreign(module: GraphModule, ops: KernelOps) -> list[str]:
     ]
 
 
-def _run(loaded: LoadedWorkload, restored: Restored, module: GraphModule) -> tuple[Any, tuple[tuple[Node, Any], ...]]:
-    """Make the captured call with the rewritten graph in it; return its output and the values of the graph's results."""
+def _run(
+    loaded: LoadedWorkload, restored: Restored, module: GraphModule
+) -> tuple[Any, tuple[tuple[Node, Any], ...], tuple[tuple[Any, str, Any], ...]]:
+    """Make the captured call with the rewritten graph in it; return its output, the graph's results and what it sets."""
     live = restored.live
     route = live.regions[0].route
     assert route is not None
@@ -159,6 +166,7 @@ def _run(loaded: LoadedWorkload, restored: Restored, module: GraphModule) -> tup
     try:
         with torch.no_grad():
             output = live.compiled.call(*loaded.args, **loaded.kwargs)
+            assigned = tuple((owner, name, getattr(owner, name, None)) for owner, name, _ in live.written.attributes)
     finally:
         route.forward = before
         live.written.restore()
@@ -167,7 +175,7 @@ def _run(loaded: LoadedWorkload, restored: Restored, module: GraphModule) -> tup
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
     nodes = returned if isinstance(returned, list | tuple) else [returned]
     values = seen[0] if isinstance(seen[0], list | tuple) else [seen[0]]
-    return output, tuple((node, value) for node, value in zip(nodes, values, strict=True) if isinstance(node, Node))
+    return output, tuple((node, value) for node, value in zip(nodes, values, strict=True) if isinstance(node, Node)), assigned
 
 
 def _origins(module: GraphModule, bench: Bench) -> dict[Node, Node]:

@@ -37,7 +37,8 @@ class KernelOp:
         summary: the ops that it computes, in one sentence.
         rendered: its kernel; ``rendered.file_text`` is the file that is shipped.
         inputs: the tensors that it reads, with the layouts that were verified.
-        outputs: the tensors that it allocates and returns.
+        outputs: the tensors that it computes.
+        in_place: positions of the outputs that it is given after the inputs and writes into; it returns the others.
         launch: keyword arguments of its launcher in ``ops.py``, as Python source.
         reference: source of the same computation in plain PyTorch.
     """
@@ -51,6 +52,7 @@ class KernelOp:
     outputs: tuple[tuple[str, TensorMeta], ...]
     launch: Mapping[str, str]
     reference: str = field(repr=False)
+    in_place: tuple[int, ...] = ()
 
     @property
     def file(self) -> str:
@@ -77,9 +79,6 @@ def kernel_ops(bench: Bench, fusions: Sequence[BuiltFusion]) -> KernelOps:
     Args:
         bench: over the graphs that the fusions were built on.
         fusions: as they were built.
-
-    Raises:
-        CannotExport: a kernel writes into its inputs.
     """
     made: dict[Any, KernelOp] = {}
     by_call: dict[int, KernelOp] = {}
@@ -88,13 +87,13 @@ def kernel_ops(bench: Bench, fusions: Sequence[BuiltFusion]) -> KernelOps:
         for site in fusion.sites:
             inputs = [bench.ops[index].outputs[0] for index in site.inputs]
             outputs = [bench.ops[index].outputs[0] for index in site.outputs]
-            if any(bench.ops[index].mutates for index in site.outputs):
-                raise CannotExport(detail=f"{fusion.planned.id} {fusion.kernel.name} writes into a tensor that it was given")
+            in_place = tuple(place for place, index in enumerate(site.outputs) if bench.ops[index].mutates)
+            inputs = inputs[: len(inputs) - len(in_place)]  # the last ones are the outputs that it is given
             key = (rendered.source, *map(layout_key, inputs), None, *map(layout_key, outputs))
             if key not in made:
                 taken = {op.name for op in made.values()}
                 source = _Source(fusion.planned.program, fusion.planned.header, site.fusion_id, fusion.kernel.fast_math)
-                made[key] = _op(source, rendered, inputs, outputs, taken)
+                made[key] = _op(source, rendered, inputs, outputs, taken, in_place)
             by_call[id(site.call)] = made[key]
     return KernelOps(ops=tuple(made.values()), by_call=by_call)
 
@@ -156,8 +155,9 @@ def with_copies(ops: KernelOps, graph: Graph) -> KernelOps:
 
 
 def _op(
-    source: _Source, rendered: Rendered, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], taken: set[str]
-) -> KernelOp:
+    source: _Source, rendered: Rendered, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], taken: set[str],
+    in_place: tuple[int, ...] = (),
+) -> KernelOp:  # fmt: skip
     program, fast_math = source.program, source.fast_math
     metas = [*inputs, *outputs]
     rendered = with_launcher(rendered, program, tensors=metas, fast_math=fast_math)
@@ -168,7 +168,7 @@ def _op(
         name=name, fusion_id=source.fusion_id, summary=source.header.summary, origin=source.header.origin,
         rendered=rendered, inputs=tuple(named[: len(inputs)]), outputs=tuple(named[len(inputs) :]),
         launch=_LAUNCH[rendered.suffix](program, rendered),
-        reference=_reference(program, tensors, metas, name, fast_math=fast_math),
+        reference=_reference(program, tensors, metas, name, in_place, fast_math=fast_math), in_place=in_place,
     )  # fmt: skip
 
 
@@ -199,7 +199,13 @@ _LAUNCH: Mapping[str, Callable[[Program, Rendered], dict[str, str]]] = {
 
 
 def _reference(
-    program: Program, tensors: Sequence[SiteTensor], metas: Sequence[TensorMeta], name: str, *, fast_math: bool
+    program: Program,
+    tensors: Sequence[SiteTensor],
+    metas: Sequence[TensorMeta],
+    name: str,
+    in_place: tuple[int, ...],
+    *,
+    fast_math: bool,
 ) -> str:
     """Print a module with ``make_inputs`` and ``reference`` of a kernel."""
     reference = torch_reference(program, tensors)
@@ -209,6 +215,7 @@ def _reference(
         op=name, tensors=[{"name": name, "made": text} for name, text in made], helpers=reference.helpers,
         reference=reference.lines, own=own, input_count=sum(not tensor.is_output for tensor in tensors),
         floor=FAST_MATH_FLOOR if fast_math else FLOORS[own], is_approximate=fast_math,
+        in_place=in_place,
     )  # fmt: skip
 
 

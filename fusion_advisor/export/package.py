@@ -40,6 +40,9 @@ def files_of(printed: Printed, report: Report, name: str) -> dict[str, bytes]:
     modules = ("__init__.py", "_adapter.py", "_requirements.py", "bench.py", "example.py", "forward.py")
     files |= {f"{name}/{module}": _rendered(module, context) for module in modules}
     files[f"{name}/_facts.py"] = (_COPIED / "model_facts.py").read_bytes()
+    files[f"{name}/_objects.py"] = (_COPIED / "call_objects.py").read_bytes()
+    if printed.specs:
+        files[f"{name}/objects.json"] = (json.dumps(printed.specs, indent=1) + "\n").encode()
     files[f"{name}/expected.json"] = (json.dumps(printed.expected, indent=1, sort_keys=True) + "\n").encode()
     if printed.constants:
         buffer = io.BytesIO()
@@ -79,7 +82,7 @@ def _ops_context(ops: Sequence[KernelOp], name: str, device: str) -> dict[str, A
                 "name": op.name, "comment": wrap(f"{op.fusion_id}: {op.summary}"), "file": op.file,
                 "launch": list(op.launch.items()), "launcher": f"{op.rendered.backend}_launcher",
                 "inputs": [laid(one, meta) for one, meta in op.inputs],
-                "outputs": [laid(one, meta) for one, meta in op.outputs],
+                "outputs": [laid(one, meta) for one, meta in op.outputs], "in_place": op.in_place,
             }
             for op in ops
         ],

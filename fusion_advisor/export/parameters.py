@@ -53,6 +53,16 @@ def attribute(path: str, root: str = "model") -> str:
     return text
 
 
+def place_of(path: str) -> str:
+    """Return the expression of what lies at a path of the call's arguments.
+
+    Args:
+        path: ``cache.layers.0.keys``.
+    """
+    root, _, rest = path.partition(".")
+    return attribute(rest, root)
+
+
 def tensor_names(model: nn.Module, placeholders: Sequence[Node], names: Sequence[str]) -> Mapping[Node, str]:
     """Return the name of each placeholder that is a parameter or a buffer of the model.
 
