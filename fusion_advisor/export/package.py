@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from fusion_advisor.codegen.common.header_comment import wrap
 from fusion_advisor.codegen.common.interface import environment
 from fusion_advisor.content import content_dir
+from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.export.printed import Printed, laid
 from fusion_advisor.export.readme import call_lines, rows, step_sentence
@@ -61,13 +65,44 @@ def files_of_ops(ops: Sequence[KernelOp], name: str, device: str) -> dict[str, b
     """
     context = _ops_context(ops, name, device)
     own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
-    modules = ["_launch.py", "ops.py", *(module for module in own if (_TEMPLATES / f"{module}.jinja").is_file())]
+    modules = ["_launch.py", "ops.py", "prebuild.py", *(module for module in own if (_TEMPLATES / f"{module}.jinja").is_file())]
     files = {f"{name}/{module}": _rendered(module, context) for module in modules}
+    files[f"{name}/_kept.py"] = (_COPIED / "kept_binaries.py").read_bytes()
     files[f"{name}/kernels/__init__.py"] = b'"""The kernels, one file each."""\n'
     for op in ops:
         files[f"{name}/kernels/{op.file}"] = op.rendered.file_text.encode()
         files[f"tests/references/{op.name}.py"] = op.reference.encode()
     return files
+
+
+def with_built_kernels(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
+    """Add every kernel's machine code for this machine: the package compiles it in a process of its own.
+
+    Args:
+        files: of the package.
+        name: of the package.
+
+    Raises:
+        CannotExport: a kernel does not compile.
+    """
+    with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as place:
+        folder = Path(place)
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        # -m puts the folder, and not this tool's, on the path
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            f"import sys; sys.path.insert(0, {place!r}); from {name} import prebuild; prebuild.main()",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, cwd=place)
+        if done.returncode:
+            raise CannotExport(detail=f"its kernels did not compile: {done.stderr.strip().rpartition(chr(10))[2]}")
+        built = folder / name / "built"
+        found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(built.rglob("*")) if path.is_file()}
+    return {**files, **found}
 
 
 def _rendered(template: str, context: Mapping[str, Any]) -> bytes:
