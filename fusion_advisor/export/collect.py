@@ -122,9 +122,7 @@ def _module(
     return module, tuple(left_out)
 
 
-_CUDA_GRAPH = (
-    "the CUDA graph around the step: record one around your own calls, or use torch.compile(model, mode='reduce-overhead')"
-)
+_CUDA_GRAPH = "the CUDA graph around the step is not recorded unless asked for: apply(model, cuda_graph=True)"
 
 
 def _builder(restored: Restored, linears: Sequence[BuiltLinear]) -> Callable[[Sequence[str]], GraphModule]:

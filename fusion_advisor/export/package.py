@@ -44,6 +44,7 @@ def files_of(printed: Printed, report: Report, name: str) -> dict[str, bytes]:
     modules = ("__init__.py", "_adapter.py", "_requirements.py", "bench.py", "example.py", "forward.py")
     files |= {f"{name}/{module}": _rendered(module, context) for module in modules}
     files[f"{name}/_facts.py"] = (_COPIED / "model_facts.py").read_bytes()
+    files[f"{name}/_graphs.py"] = (_COPIED / "cuda_graphs.py").read_bytes()
     files[f"{name}/_objects.py"] = (_COPIED / "call_objects.py").read_bytes()
     if printed.specs:
         files[f"{name}/objects.json"] = (json.dumps(printed.specs, indent=1) + "\n").encode()

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.collect import Rewritten
 from fusion_advisor.export.copied.call_objects import Unknown, at, objects_in, spec_of, tensors_in
 from fusion_advisor.export.copied.model_facts import facts
 from fusion_advisor.export.forward_source import ForwardPrinter, Source
-from fusion_advisor.export.kernel_ops import KernelOp, KernelOps
+from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.export.outputs import OutputPrinter
 from fusion_advisor.export.parameters import joined_tensors, place_of, tensor_names
 from fusion_advisor.records import TensorMeta
@@ -69,10 +70,10 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
     specs = _specs(objects)
     given = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
     given |= {path: at(path, call) for path in tensors_in(list(specs.values()))}
-    writes = _writes(graph, found.ops)
-    if writes and len({value.untyped_storage().data_ptr() for value in given.values()}) < len(given):
-        raise CannotExport(detail="tensors of its call share memory, and it writes into some of them")
     arguments = _arguments(loaded, placeholders, found.names, tensors)
+    written = _written(graph, arguments)
+    if written and len({value.untyped_storage().data_ptr() for value in given.values()}) < len(given):
+        raise CannotExport(detail="tensors of its call share memory, and it writes into some of them")
     tensors |= {node: one.name for node, one in joined.items()}
     printer = ForwardPrinter(
         Source(
@@ -94,7 +95,7 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
     text = "\n".join([*body, *(line for function in printer.functions for line in function.lines)])
     context = {
         "class_name": type(model).__name__, "imports": sorted(output.imports), "functions": _functions(printer),
-        "body": body, "result": result, "writes": writes, "specs": specs,
+        "body": body, "result": result, "written": written, "specs": specs, "sets": bool(found.assigned),
         "arguments": [name for name in call if isinstance(call[name], torch.Tensor) or name in objects],
         "tensors": [(name, laid(name, meta)) for name, meta in metas], "has_functional": "F." in text,
         "has_aten": "aten." in text,
@@ -181,11 +182,10 @@ def _specs(objects: Mapping[str, Any]) -> dict[str, Any]:
         raise CannotExport(detail=f"an argument of its call holds what a package cannot make again: {error}") from error
 
 
-def _writes(graph: Graph, ops: KernelOps) -> bool:
-    """Whether a graph writes into memory that its call may share."""
-    targets = [node.target for node in graph.nodes if node.op == "call_function"]
-    is_written = any(isinstance(one, torch._ops.OpOverload) and one._schema.is_mutable for one in targets)
-    return is_written or any((op := ops.of(target)) is not None and bool(op.in_place) for target in targets)
+def _written(graph: Graph, arguments: Mapping[Node, str]) -> list[str]:
+    """Return the paths of the call's tensors that a graph writes into."""
+    keys = {key for node in graph.nodes if node.op == "call_function" for key in written_storages(node)}
+    return sorted(name for node, name in arguments.items() if not keys.isdisjoint(storages(node)))
 
 
 def _constants(found: Rewritten) -> dict[str, torch.Tensor]:

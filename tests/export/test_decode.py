@@ -71,6 +71,51 @@ def test_a_decode_step_gives_the_fused_models_bits_and_cache(kind, tmp_path, mon
         assert len(package.fallbacks(model)) == number
     assert any("share memory" in reason for reason in package.fallbacks(model)) is (kind == "static")
     package.revert(model)
+    check_graphs(package, model, inputs)
+
+
+class Snapshots:
+    """Records on a CPU: what recording writes into a cache is put back, and a replay makes the call again."""
+
+    def __init__(self, cache):
+        self.cache, self.replays = cache, 0
+
+    def is_recording(self):
+        return False
+
+    def record(self, run):
+        before = [value.clone() for value in held(self.cache)]
+        output = run()
+        for value, earlier in zip(held(self.cache), before, strict=True):
+            value.copy_(earlier)
+
+        def replay():
+            self.replays += 1
+            output.logits.copy_(run().logits)
+
+        return output, replay
+
+
+def check_graphs(package, model, inputs):
+    """Fail where a replayed graph gives other numbers than launches, or leaves another cache."""
+    if package.forward.SETS:
+        with pytest.raises(ValueError, match="grows its cache"):
+            package.apply(model, cuda_graph=True)
+        return
+    with pytest.raises(ValueError, match="need a GPU"):
+        package.apply(model, cuda_graph=True)
+    launched, replayed = copy.deepcopy(inputs), copy.deepcopy(inputs)
+    package.apply(model)
+    logits = [model(**launched | {"input_ids": launched["input_ids"] + number}).logits for number in range(4)]
+    package.revert(model)
+    recorder = Snapshots(replayed["cache"])
+    package.apply(model, cuda_graph=True, recorder=recorder)
+    found = [model(**replayed | {"input_ids": replayed["input_ids"] + number}).logits for number in range(4)]
+    assert package.fallbacks(model) == {}
+    assert recorder.replays == 3
+    assert all(map(torch.equal, found, logits))
+    assert all(map(torch.equal, held(launched["cache"]), held(replayed["cache"])))
+    package.revert(model)
 
 
 class Counted:
