@@ -66,7 +66,7 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
     tensors = dict(tensor_names(model, placeholders, found.names))
     joined = joined_tensors(graph, tensors)
     call = _bound(loaded)
-    objects = {name: value for name, value in call.items() if is_object(value)}
+    objects = _objects(call)
     specs = _specs(objects)
     given = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
     given |= {path: at(path, call) for path in tensors_in(list(specs.values()))}
@@ -146,7 +146,7 @@ def _arguments(
     """Return the name of each placeholder that is an argument of the call."""
     parameters = list(inspect.signature(loaded.model.forward).parameters)
     known = {f"args.{place}": parameters[place] for place in range(len(loaded.args))} | {name: name for name in loaded.kwargs}
-    objects = {name for name, value in _bound(loaded).items() if is_object(value)}
+    objects = _objects(_bound(loaded))
     found = {}
     for node, name in zip(placeholders, names, strict=True):
         if node not in tensors and node.users:
@@ -169,6 +169,10 @@ def _assignments(found: Rewritten, objects: Mapping[str, Any], output: OutputPri
             )
         lines.append(f"{place_of(place)} = {output.expression(value)}")
     return lines
+
+
+def _objects(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if is_object(value) and not isinstance(value, torch.Tensor)}
 
 
 def _values(call: Mapping[str, Any]) -> dict[str, object]:
