@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
     given |= {path: at(path, call) for path in tensors_in(list(specs.values()))}
     arguments = _arguments(loaded, placeholders, found.names, tensors)
     written = _written(graph, arguments)
-    if written and len({value.untyped_storage().data_ptr() for value in given.values()}) < len(given):
+    if written and _share_memory(given.values()):
         raise CannotExport(detail="tensors of its call share memory, and it writes into some of them")
     tensors |= {node: one.name for node, one in joined.items()}
     printer = ForwardPrinter(
@@ -87,10 +87,7 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
     output = OutputPrinter(found.values, printer.result, known)
     body += _assignments(found, objects, output)
     result = output.expression(found.output)
-    called = {id(node.target) for node in graph.nodes}
-    ops = tuple(op for op in found.ops.ops if any(found.ops.by_call.get(number) is op for number in called))
-    if not ops:
-        raise CannotExport(detail="its graph calls no kernel of a chain")
+    ops = _called(found)
     metas = tuple((name, _meta(value)) for name, value in given.items())
     text = "\n".join([*body, *(line for function in printer.functions for line in function.lines)])
     context = {
@@ -101,13 +98,33 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
         "has_aten": "aten." in text,
         "values": repr(_values(call)),
         "joined": sorted({one.name: one for one in joined.values()}.values(), key=lambda one: one.name),
-        "below": repr({name: int(value.max()) + 1 for name, value in given.items() if _is_whole(value)}),
-        "aten_ops": sorted({_op_name(node) for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}),
+        "below": repr(_below(given)), "aten_ops": _aten_ops(graph),
     }  # fmt: skip
     return Printed(
         context=context, ops=ops, tensors=metas, values=_values(call), specs=specs,
         constants=_constants(found), expected=_expected(loaded), left_out=found.left_out,
     )  # fmt: skip
+
+
+def _called(found: Rewritten) -> tuple[KernelOp, ...]:
+    """Return the ops that a graph calls: a kernel of a linear may have taken the place of others."""
+    called = {id(node.target) for node in found.module.graph.nodes}
+    ops = tuple(op for op in found.ops.ops if any(found.ops.by_call.get(number) is op for number in called))
+    if not ops:
+        raise CannotExport(detail="its graph calls no kernel")
+    return ops
+
+
+def _share_memory(tensors: Collection[torch.Tensor]) -> bool:
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) < len(tensors)
+
+
+def _below(given: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: int(value.max()) + 1 for name, value in given.items() if _is_whole(value)}
+
+
+def _aten_ops(graph: Graph) -> list[str]:
+    return sorted({_op_name(node) for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)})
 
 
 def _functions(printer: ForwardPrinter) -> list[dict[str, object]]:
