@@ -85,7 +85,11 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
         count = len(restored.bench.live.regions)
         raise CannotExport(detail=f"the model is captured as {count} graphs with Python between them, not as one")
     linears = [one for one in restored.linears if not why_not(one)]
-    ops = with_linears(kernel_ops(restored.bench, restored.plan.fusions), restored.bench, linears)
+    # In the graph's order: the report's, by time, is another in each run.
+    fusions = sorted(
+        restored.plan.fusions, key=lambda one: min((index for site in one.sites for index in site.members), default=0)
+    )
+    ops = with_linears(kernel_ops(restored.bench, fusions), restored.bench, linears)
     module, left_out = _module(restored, saved, ops, linears)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     written = restored.live.written

@@ -40,6 +40,8 @@ def rows(report: Report, ops: Sequence[KernelOp]) -> list[ReadmeRow]:
         for row in report.fusions
         if row.status is Status.KEPT
     ]  # fmt: skip
+    order = {op.fusion_id: place for place, op in reversed(list(enumerate(ops)))}
+    found.sort(key=lambda row: order.get(row.id, len(ops)))
     found += [
         ReadmeRow(id=row.id, title=row.name, sites=str(row.sites), saved=_saved(row.step_delta_ns), source="")
         for row in report.rewrites

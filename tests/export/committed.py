@@ -20,6 +20,7 @@ _VARYING = (
     (re.compile(r"(?<=run `)[^`]*(?=`)|(?<=from run )\S+"), "RUN"),
     (re.compile(r"(?<=Measured on ).*?(?= with torch)"), "DEVICE"),
     (re.compile(r"not timed"), "TIME"),
+    (re.compile(r"(?<=^\| )F\d+(?= \|)|(?<=^# )F\d+(?=:)", re.MULTILINE), "F"),  # numbered by time
 )
 
 
@@ -36,7 +37,7 @@ def content(path):
         tensors = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
         return {name: value.tolist() for name, value in tensors.items()}
     text = path.read_text(encoding="utf-8")
-    return masked(text) if path.name in ("README.md", "forward.py") else text
+    return masked(text) if path.name in ("README.md", "forward.py", "ops.py") else text
 
 
 def files(folder):

@@ -23,17 +23,6 @@ from ._launch import BINARIES
 _FOLDER = Path(__file__).parent / "kernels"
 _NAME = __package__.rpartition(".")[2]
 FLAGS = {
-    "fa_gelu_tanh_c3eea0.cpp": (
-        "-std=c++17",
-        "-O3",
-        "-march=native",
-        "-fopenmp",
-        "-ffp-contract=off",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fPIC",
-        "-shared",
-    ),
     "fa_transformer_cb45c7.cpp": (
         "-std=c++17",
         "-O3",
@@ -46,6 +35,17 @@ FLAGS = {
         "-shared",
     ),
     "fa_add_layernorm_4c0549.cpp": (
+        "-std=c++17",
+        "-O3",
+        "-march=native",
+        "-fopenmp",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fPIC",
+        "-shared",
+    ),
+    "fa_gelu_tanh_c3eea0.cpp": (
         "-std=c++17",
         "-O3",
         "-march=native",

@@ -5,23 +5,6 @@ import torch
 from ._cpp import cpp_launcher
 from ._launch import LAYOUTS, Laid, kernel_op
 
-# F1: mul -> pow -> mul -> add -> mul -> tanh -> add -> mul in one kernel
-gelu_tanh = kernel_op(
-    "gelu_tanh",
-    cpp_launcher(
-        "fa_gelu_tanh_c3eea0.cpp",
-        integers=(8192,),
-        checks=0,
-    ),
-    inputs=(
-        Laid("x", (32, 256), (256, 1), torch.float32),
-    ),
-    outputs=(
-        Laid("out", (2, 16, 256), (4096, 256, 1), torch.float32),
-    ),
-    device="cpu",
-)
-
 # F2: embedding -> embedding -> add -> layer_norm in one kernel
 transformer = kernel_op(
     "transformer",
@@ -87,6 +70,23 @@ add_layernorm_2 = kernel_op(
     device="cpu",
 )
 
+# F1: mul -> pow -> mul -> add -> mul -> tanh -> add -> mul in one kernel
+gelu_tanh = kernel_op(
+    "gelu_tanh",
+    cpp_launcher(
+        "fa_gelu_tanh_c3eea0.cpp",
+        integers=(8192,),
+        checks=0,
+    ),
+    inputs=(
+        Laid("x", (32, 256), (256, 1), torch.float32),
+    ),
+    outputs=(
+        Laid("out", (2, 16, 256), (4096, 256, 1), torch.float32),
+    ),
+    device="cpu",
+)
+
 # F4: add -> layer_norm in one kernel
 add_layernorm_3 = kernel_op(
     "add_layernorm_3",
@@ -107,7 +107,7 @@ add_layernorm_3 = kernel_op(
     device="cpu",
 )
 
-ALL = ("gelu_tanh", "transformer", "add_layernorm", "add_layernorm_2", "add_layernorm_3",)
+ALL = ("transformer", "add_layernorm", "add_layernorm_2", "gelu_tanh", "add_layernorm_3",)
 """Names of the ops."""
 assert list(LAYOUTS) == list(ALL)
 
