@@ -87,7 +87,8 @@ def test_every_package_is_declared() -> None:
 
 def test_content_folders_are_no_packages() -> None:
     # An __init__.py in kernels/ would shadow the Hugging Face package of that name from the repository's root.
-    assert not [name for name in tracked(*CONTENT) if name.endswith("__init__.py")]
+    found = [name for name in tracked(*CONTENT) if name.endswith("__init__.py")]
+    assert not [name for name in found if not name.startswith("reports/examples/")]  # an exported package among them
 
 
 def test_dynamo_finds_the_backend() -> None:

@@ -16,15 +16,17 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.errors import CannotExport, PlanMismatch
-from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops
-from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops, with_copies
+from fusion_advisor.export.linear_ops import why_not, with_linears
+from fusion_advisor.export.parameters import is_joined_operand
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
 from fusion_advisor.fuse.live.restore_plan import Restored, put_together
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
-from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
-from fusion_advisor.fuse.passes.merge_gemms import is_merged_operand
+from fusion_advisor.fuse.passes.gemm_epilogue import EpilogueCall
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy
 from fusion_advisor.records import Status
 from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
@@ -43,6 +45,7 @@ class Rewritten:
         origins: by a kernel's result, the model's own op that had it.
         output: what the call returns.
         values: what the graph returned in that call, by its results.
+        assigned: object of the call, attribute and value, for each attribute that the call sets.
         left_out: kept rewrites that the package does not have, as sentences.
     """
 
@@ -52,6 +55,7 @@ class Rewritten:
     origins: Mapping[Node, Node]
     output: Any
     values: tuple[tuple[Node, Any], ...]
+    assigned: tuple[tuple[Any, str, Any], ...]
     left_out: tuple[str, ...]
 
 
@@ -80,27 +84,37 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
     if len(restored.bench.live.regions) != 1 or not restored.live.is_whole():
         count = len(restored.bench.live.regions)
         raise CannotExport(detail=f"the model is captured as {count} graphs with Python between them, not as one")
-    ops = kernel_ops(restored.bench, restored.plan.fusions)
-    module, left_out = _module(restored, saved, ops)
+    linears = [one for one in restored.linears if not why_not(one)]
+    # In the graph's order: the report's, by time, is another in each run.
+    fusions = sorted(
+        restored.plan.fusions, key=lambda one: min((index for site in one.sites for index in site.members), default=0)
+    )
+    ops = with_linears(kernel_ops(restored.bench, fusions), restored.bench, linears)
+    module, left_out = _module(restored, saved, ops, linears)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    output, values = _run(loaded, restored, module)
+    written = restored.live.written
+    if written.modules or written.contents:
+        raise CannotExport(detail="its call sets attributes of modules, or changes lists of theirs")
+    output, values, assigned = _run(loaded, restored, module)
     names = restored.bench.live.regions[0].names
     assert len(names) == len(placeholders)
     return Rewritten(
-        module=module, names=names, ops=ops, origins=_origins(module, restored.bench), output=output, values=values,
+        module=module, names=names, ops=with_copies(ops, module.graph),
+        origins=_origins(module, restored.bench), output=output, values=values, assigned=assigned,
         left_out=left_out,
     )  # fmt: skip
 
 
-def _module(restored: Restored, saved: SavedPlan, ops: KernelOps) -> tuple[GraphModule, tuple[str, ...]]:
+def _module(
+    restored: Restored, saved: SavedPlan, ops: KernelOps, linears: Sequence[BuiltLinear]
+) -> tuple[GraphModule, tuple[str, ...]]:
     """Build the graph with every rewrite that the package can hold; return it, and sentences about the others."""
     rows = {row.id: row for row in saved.report.rewrites}
     left_out = [_CUDA_GRAPH] if CUDA_GRAPH.id in saved.rewrites else []
-    if GEMM_EPILOGUE.id in saved.rewrites:
-        left_out.append(f"{GEMM_EPILOGUE.id} ({GEMM_EPILOGUE.title}): kernels of linear layers are not exported")
-    left_out += [f"{row.id} {row.kernel}: kernels of linear layers are not exported" for row in saved.linears]
+    refused = {one.id: reason for one in restored.linears if (reason := why_not(one))}
+    left_out += [f"{row.id} {row.kernel}: {refused[row.id]}" for row in saved.linears if row.id in refused]
     passes: list[str] = []
-    build = _builder(restored)
+    build = _builder(restored, linears)
     for name in kept_passes(saved.report.rewrites):
         if _foreign(build([*passes, name]), ops):
             left_out.append(f"{name} ({rows[name].name}): it runs Python of fusion_advisor's own")
@@ -112,13 +126,11 @@ def _module(restored: Restored, saved: SavedPlan, ops: KernelOps) -> tuple[Graph
     return module, tuple(left_out)
 
 
-_CUDA_GRAPH = (
-    "the CUDA graph around the step: record one around your own calls, or use torch.compile(model, mode='reduce-overhead')"
-)
+_CUDA_GRAPH = "the CUDA graph around the step is not recorded unless asked for: apply(model, cuda_graph=True)"
 
 
-def _builder(restored: Restored) -> Callable[[Sequence[str]], GraphModule]:
-    return lambda passes: restored.bench.build(restored.plan.fusions, passes).modules[0]
+def _builder(restored: Restored, linears: Sequence[BuiltLinear]) -> Callable[[Sequence[str]], GraphModule]:
+    return lambda passes: restored.bench.build(restored.plan.fusions, passes, linears).modules[0]
 
 
 def _foreign(module: GraphModule, ops: KernelOps) -> list[str]:
@@ -130,15 +142,18 @@ def _foreign(module: GraphModule, ops: KernelOps) -> list[str]:
         or (
             node.op == "call_function"
             and ops.of(node.target) is None
-            and not is_merged_operand(node.target)
+            and not isinstance(node.target, EpilogueCall | PlainCopy)
+            and not is_joined_operand(node.target)
             and not isinstance(node.target, torch._ops.OpOverload)
             and getattr(node.target, "__module__", "") != "_operator"
         )
     ]
 
 
-def _run(loaded: LoadedWorkload, restored: Restored, module: GraphModule) -> tuple[Any, tuple[tuple[Node, Any], ...]]:
-    """Make the captured call with the rewritten graph in it; return its output and the values of the graph's results."""
+def _run(
+    loaded: LoadedWorkload, restored: Restored, module: GraphModule
+) -> tuple[Any, tuple[tuple[Node, Any], ...], tuple[tuple[Any, str, Any], ...]]:
+    """Make the captured call with the rewritten graph in it; return its output, the graph's results and what it sets."""
     live = restored.live
     route = live.regions[0].route
     assert route is not None
@@ -153,6 +168,7 @@ def _run(loaded: LoadedWorkload, restored: Restored, module: GraphModule) -> tup
     try:
         with torch.no_grad():
             output = live.compiled.call(*loaded.args, **loaded.kwargs)
+            assigned = tuple((owner, name, getattr(owner, name, None)) for owner, name, _ in live.written.attributes)
     finally:
         route.forward = before
         live.written.restore()
@@ -161,7 +177,7 @@ def _run(loaded: LoadedWorkload, restored: Restored, module: GraphModule) -> tup
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
     nodes = returned if isinstance(returned, list | tuple) else [returned]
     values = seen[0] if isinstance(seen[0], list | tuple) else [seen[0]]
-    return output, tuple((node, value) for node, value in zip(nodes, values, strict=True) if isinstance(node, Node))
+    return output, tuple((node, value) for node, value in zip(nodes, values, strict=True) if isinstance(node, Node)), assigned
 
 
 def _origins(module: GraphModule, bench: Bench) -> dict[Node, Node]:

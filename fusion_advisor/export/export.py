@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fusion_advisor.errors import LicenceForbids, NothingToExport
 from fusion_advisor.export.collect import is_kept, rewritten
-from fusion_advisor.export.package import files_of
+from fusion_advisor.export.package import files_of, with_built_kernels
 from fusion_advisor.export.printed import printed
 from fusion_advisor.files.whole_folder import refuse_existing, write_folder
 from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
@@ -45,7 +45,9 @@ def check_export(saved: SavedPlan, folder: Path, *, force: bool) -> None:
     refuse_existing(folder, force=force)
 
 
-def export_package(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, force: bool = False) -> tuple[str, ...]:
+def export_package(
+    loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, force: bool = False, with_cache: bool = False
+) -> tuple[str, ...]:
     """Write a package with the kept kernels of a run.
 
     Args:
@@ -53,6 +55,7 @@ def export_package(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, fo
         saved: the plan.
         folder: of the package, whose name becomes the package's.
         force: replace what is there.
+        with_cache: ship the kernels' machine code for this machine too.
 
     Returns:
         sentences about kept rewrites that the package does not have.
@@ -66,11 +69,14 @@ def export_package(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, fo
     """
     check_export(saved, folder, force=force)
     found = printed(loaded, rewritten(loaded, saved))
-    write_folder(files_of(found, saved.report, package_name(folder)), folder, force=force)
+    files = files_of(found, saved.report, package_name(folder))
+    write_folder(with_built_kernels(files, package_name(folder)) if with_cache else files, folder, force=force)
     return found.left_out
 
 
-def export_run(loaded: LoadedWorkload, capture: Capture, report: Report, folder: Path, *, force: bool = False) -> tuple[str, ...]:
+def export_run(
+    loaded: LoadedWorkload, capture: Capture, report: Report, folder: Path, *, force: bool = False, with_cache: bool = False
+) -> tuple[str, ...]:
     """Write a package with what a run of this process kept; see :func:`export_package`.
 
     Args:
@@ -79,6 +85,7 @@ def export_run(loaded: LoadedWorkload, capture: Capture, report: Report, folder:
         report: of the run.
         folder: of the package.
         force: replace what is there.
+        with_cache: ship the kernels' machine code for this machine too.
 
     Returns:
         sentences about kept rewrites that the package does not have.
@@ -86,7 +93,7 @@ def export_run(loaded: LoadedWorkload, capture: Capture, report: Report, folder:
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as run_dir:
         write_capture(capture, Path(run_dir) / "capture.json.gz")
         write_report(report, Path(run_dir) / "report.json")
-        return export_package(loaded, load_plan(run_dir), folder, force=force)
+        return export_package(loaded, load_plan(run_dir), folder, force=force, with_cache=with_cache)
 
 
 def package_name(folder: Path) -> str:

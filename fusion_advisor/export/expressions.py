@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.kernel_ops import KernelOps
+from fusion_advisor.fuse.passes.gemm_epilogue import EpilogueCall
 
 Read = Callable[[Node], str]
 """Returns the expression that stands for a value where it is read."""
@@ -28,6 +29,7 @@ _METHODS = {
     "unsqueeze.default": "unsqueeze", "squeeze.dim": "squeeze", "expand.default": "expand", "select.int": "select",
     "contiguous.default": "contiguous", "flatten.using_ints": "flatten", "split.Tensor": "split", "chunk.default": "chunk",
     "to.dtype": "to", "mean.dim": "mean", "sum.dim_IntList": "sum", "t.default": "t", "type_as.default": "type_as",
+    "clone.default": "clone",
 }  # fmt: skip
 _SPREAD = ("view", "reshape", "permute", "expand")
 """Methods that take their sizes or dims one by one."""
@@ -69,9 +71,18 @@ class Printer:
         if node.target is operator.getitem:
             source, place = node.args
             return f"{self.value(source, read)}[{self.value(place, read)}]"
+        if isinstance(node.target, EpilogueCall):
+            return self._epilogue(node, node.target, read)
         if isinstance(node.target, torch._ops.OpOverload):
             return self._aten(node, node.target, read)
         raise CannotExport(detail=f"its graph calls `{getattr(node.target, '__name__', node.target)}`, which is no op of torch")
+
+    def _epilogue(self, node: Node, call: EpilogueCall, read: Read) -> str:
+        """A product whose activation cuBLAS computes."""
+        x, weight, bias = (_wrapped(self.value(arg, read)) for arg in node.args)
+        rows, columns = (f"{x}.flatten(0, -2)", f"{weight}.t()") if call.is_linear else (x, weight)
+        product = f"aten._addmm_activation({bias}, {rows}, {columns}, use_gelu={call.use_gelu})"
+        return f"{product}.view({', '.join(map(str, call.shape))})"
 
     def _aten(self, node: Node, target: Any, read: Read) -> str:
         name = f"{target._schema.name.rpartition('::')[2]}.{target._overloadname}"

@@ -14,13 +14,17 @@ from torch.fx import Graph, Node
 from fusion_advisor.export.expressions import Printer, is_method
 from fusion_advisor.export.kernel_ops import KernelOps
 from fusion_advisor.export.names import Names, value_name
-from fusion_advisor.export.parameters import Layer, attribute, layer_of
+from fusion_advisor.export.parameters import Layer, attribute, layer_of, place_of
 from fusion_advisor.export.steps import Section, Step, Steps, carried, is_worth_a_function
 
 _WIDEST = 110
 _LONGEST_CHAIN = 84
 _MOST_KEPT = 60
 """Statements of a function after which it drops values as soon as nobody reads them."""
+
+
+_WORDS = ("model", "constants", "block", "following", "cached")
+"""What a layer's function may need besides values: the model, constants, its module, the next one, its part of a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class Source:
         ops: the kernels in it.
         tensors: names of the placeholders that are parameters or buffers.
         arguments: names of the placeholders that are arguments of the call.
+        state: paths of the placeholders that objects among the arguments hold: ``cache.layers.0.keys``.
         origins: by a kernel's result, the model's own op that had it.
     """
 
@@ -40,6 +45,7 @@ class Source:
     ops: KernelOps
     tensors: Mapping[Node, str]
     arguments: Mapping[Node, str]
+    state: Mapping[Node, str]
     origins: Mapping[Node, Node]
 
 
@@ -51,14 +57,14 @@ class _Scope:
     texts: dict[Node, str]
     names: Names
     uses: set[str] = field(default_factory=set)
-    """Of ``model``, ``block``, ``following``, ``constants``: those that it needs."""
+    """Of :data:`_WORDS`: those that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
     name: str
     first: tuple[str, ...]
-    """Of ``model``, ``constants``, ``block``, ``following``: its first parameters."""
+    """Of :data:`_WORDS`: its first parameters."""
     given: tuple[str, ...]
     outputs: tuple[str, ...]
     lines: tuple[str, ...]
@@ -77,6 +83,8 @@ class ForwardPrinter:
         self._steps = Steps(source.graph, source.ops)
         self._leaf = dict(source.arguments)
         self.functions: list[_Function] = []
+        layers = [found.container for path in source.state.values() if (found := layer_of(path))]
+        self._cached = layers[0] if layers else ""  # the objects of a cache that hold one layer each
         device = next(iter(source.arguments.values()), None)
         self._device = f"{device}.device" if device else "next(model.parameters()).device"
 
@@ -91,7 +99,22 @@ class ForwardPrinter:
         if node.op == "get_attr":
             scope.uses.add("constants")
             return f"constants.{node.target}"
+        if node in self._source.state:
+            return self._state(self._source.state[node], scope)
         return self._leaf[node]
+
+    def _state(self, path: str, scope: _Scope) -> str:
+        own = layer_of(path)
+        if self._is_cached(path, scope.layer):
+            assert own is not None
+            scope.uses.add("cached")
+            return attribute(path[len(own.path) :], "cached")
+        return place_of(path)
+
+    def _is_cached(self, path: str, layer: Layer | None) -> bool:
+        """Whether a layer finds a tensor in the part of a cache with its own number."""
+        own = layer_of(path)
+        return layer is not None and own is not None and own == Layer(self._cached, layer.number)
 
     def _tensor(self, name: str, scope: _Scope) -> str:
         own = layer_of(name)
@@ -160,20 +183,27 @@ class ForwardPrinter:
     # ------------------------------------------------------------------ layers
 
     def _function(self, section: Section, given: Sequence[str], name: str, layers: Sequence[Layer]) -> _Function:
-        scope = _Scope(section.layer, {}, Names(dict.fromkeys((*given, "model", "block", "following", "constants"))))
+        scope = _Scope(section.layer, {}, Names(dict.fromkeys((*given, *_WORDS))))
         scope.texts.update(zip(section.given, given, strict=True))
         arguments = self._arguments_in(section)
         for node, text in arguments.items():
             scope.texts[node] = text
+        roots = self._roots_in(section)
         device = f"{(*given, *arguments.values(), 'model')[0]}.device"
         lines = self._lines(section.steps, section.outputs, scope, device)
-        first = tuple(word for word in ("model", "constants", "block", "following") if word in scope.uses)
+        first = tuple(word for word in _WORDS if word in scope.uses)
         outputs = tuple(scope.texts[node] for node in section.outputs)
-        return _Function(name, first, (*given, *arguments.values()), outputs, tuple(lines), tuple(layers))
+        return _Function(name, first, (*given, *arguments.values(), *roots), outputs, tuple(lines), tuple(layers))
 
     def _arguments_in(self, section: Section) -> dict[Node, str]:
         reads = dict.fromkeys(node for step in section.steps for node in step.reads)
         return {node: self._source.arguments[node] for node in reads if node in self._source.arguments}
+
+    def _roots_in(self, section: Section) -> list[str]:
+        """Return the arguments whose objects hold what a section reads, but for its own part of a cache."""
+        state = self._source.state
+        paths = [state[node] for step in section.steps for node in step.reads if node in state]
+        return list(dict.fromkeys(path.partition(".")[0] for path in paths if not self._is_cached(path, section.layer)))
 
     def _shape(self, section: Section) -> tuple[object, ...]:
         """What is equal for two sections exactly where one function can be both."""
@@ -186,7 +216,8 @@ class ForwardPrinter:
         sections = self._steps.sections()
         shapes = [self._shape(one) if one.layer else None for one in sections]
         equal = {shape: [one for one, other in zip(sections, shapes, strict=True) if other == shape] for shape in shapes if shape}
-        names = Names(dict.fromkeys((*self._source.arguments.values(), "model", "constants", "forward", "index")))
+        roots = [path.partition(".")[0] for path in self._source.state.values()]
+        names = Names(dict.fromkeys((*self._source.arguments.values(), *roots, "model", "constants", "forward", "index")))
         scope = self._top = _Scope(None, {}, names)
         made: dict[object, _Function] = {}
         lines: list[str] = []
@@ -226,13 +257,15 @@ class ForwardPrinter:
         snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
         taken = Names(dict.fromkeys((*(one.name for one in self.functions), "forward")))
         shown = equal[-1]  # what comes from a layer before it has a better name than what comes from the embeddings
-        given = Names({"block": 0, "following": 0, "model": 0, "constants": 0})
+        given = Names(dict.fromkeys(_WORDS))
         words = [given.take(self._name(node, "")) for node in shown.given]
         layers = [one.layer for one in equal if one.layer is not None]
         return self._function(section, words, taken.take(snake), layers)
 
-    def _first_arguments(self, function: _Function, block: str, following: str) -> list[str]:
+    def _first_arguments(self, function: _Function, block: str, following: str, number: str) -> list[str]:
         words = {"model": "model", "constants": "constants", "block": block, "following": following}
+        if self._cached:
+            words["cached"] = f"{place_of(self._cached.rstrip('.'))}[{number}]"
         self._top.uses |= {word for word in function.first if word in ("model", "constants")} | {"model"}
         return [words[word] for word in function.first]
 
@@ -240,9 +273,9 @@ class ForwardPrinter:
         layer = section.layer
         assert layer is not None
         after = Layer(layer.container, layer.number + 1)
-        first = self._first_arguments(function, attribute(layer.path), attribute(after.path))
+        first = self._first_arguments(function, attribute(layer.path), attribute(after.path), str(layer.number))
         given = [self._read(node, scope) for node in section.given]
-        arguments = list(self._arguments_in(section).values())
+        arguments = [*self._arguments_in(section).values(), *self._roots_in(section)]
         for node in section.outputs:
             scope.texts[node] = scope.names.take(self._name(node, layer.path))
         targets = ", ".join(scope.texts[node] for node in section.outputs)
@@ -256,9 +289,9 @@ class ForwardPrinter:
         before = [(name, self._read(run[0].given[place], scope)) for place, name in variables.items()]
         lines = [f"{', '.join(name for name, _ in before)} = {', '.join(text for _, text in before)}"] if before else []
         layers = attribute(first.container.rstrip("."))
-        words = self._first_arguments(function, f"{layers}[index]", f"{layers}[index + 1]")
+        words = self._first_arguments(function, f"{layers}[index]", f"{layers}[index + 1]", "index")
         given = [variables[place] if place in moved else self._read(node, scope) for place, node in enumerate(run[0].given)]
-        arguments = list(self._arguments_in(run[0]).values())
+        arguments = [*self._arguments_in(run[0]).values(), *self._roots_in(run[0])]
         by_output = {output: variables[place] for place, output in moved.items()}
         targets = ", ".join(by_output[output] for output in range(len(run[0].outputs)))
         call = _statement(targets, f"{function.name}({', '.join([*words, *given, *arguments])})")
@@ -273,12 +306,12 @@ class ForwardPrinter:
 
 def _statement(targets: str, text: str) -> list[str]:
     """An assignment, its arguments on lines of their own where it is too long for one."""
-    line = f"{targets} = {text}"
+    line = f"{targets} = {text}" if targets else text
     opening = text.find("(")
     if len(line) <= _WIDEST or opening < 0 or not text.endswith(")") or _closes(text, opening) != len(text) - 1:
         return [line]
     inner = textwrap.wrap(text[opening + 1 : -1], _WIDEST, break_long_words=False, break_on_hyphens=False)
-    return [f"{targets} = {text[: opening + 1]}", *(f"    {part}" for part in inner), ")"]
+    return [f"{targets} = {text[: opening + 1]}" if targets else text[: opening + 1], *(f"    {part}" for part in inner), ")"]
 
 
 def _closes(text: str, opening: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusion_advisor.codegen.common.interface import Rendered, environment
+from torch.fx import Graph
+
+from fusion_advisor.codegen.common.interface import Header, Rendered, environment
 from fusion_advisor.codegen.common.position_checks import checks_of
 from fusion_advisor.codegen.common.site import Layout, SiteTensor, is_empty, tensors_of
 from fusion_advisor.codegen.cpp.arguments import Layout as CppLayout
@@ -18,7 +20,7 @@ from fusion_advisor.codegen.triton.reference import torch_reference
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.cuda_launch import cuda_facts
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
-from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
+from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy, copy_program
 from fusion_advisor.ir.program import Program, nests
 from fusion_advisor.records import TensorMeta
 
@@ -35,7 +37,8 @@ class KernelOp:
         summary: the ops that it computes, in one sentence.
         rendered: its kernel; ``rendered.file_text`` is the file that is shipped.
         inputs: the tensors that it reads, with the layouts that were verified.
-        outputs: the tensors that it allocates and returns.
+        outputs: the tensors that it computes.
+        in_place: positions of the outputs that it is given after the inputs and writes into; it returns the others.
         launch: keyword arguments of its launcher in ``ops.py``, as Python source.
         reference: source of the same computation in plain PyTorch.
     """
@@ -49,6 +52,7 @@ class KernelOp:
     outputs: tuple[tuple[str, TensorMeta], ...]
     launch: Mapping[str, str]
     reference: str = field(repr=False)
+    in_place: tuple[int, ...] = ()
 
     @property
     def file(self) -> str:
@@ -75,9 +79,6 @@ def kernel_ops(bench: Bench, fusions: Sequence[BuiltFusion]) -> KernelOps:
     Args:
         bench: over the graphs that the fusions were built on.
         fusions: as they were built.
-
-    Raises:
-        CannotExport: a kernel writes into its inputs.
     """
     made: dict[Any, KernelOp] = {}
     by_call: dict[int, KernelOp] = {}
@@ -86,18 +87,31 @@ def kernel_ops(bench: Bench, fusions: Sequence[BuiltFusion]) -> KernelOps:
         for site in fusion.sites:
             inputs = [bench.ops[index].outputs[0] for index in site.inputs]
             outputs = [bench.ops[index].outputs[0] for index in site.outputs]
-            if any(bench.ops[index].mutates for index in site.outputs):
-                raise CannotExport(detail=f"{fusion.planned.id} {fusion.kernel.name} writes into a tensor that it was given")
-            key = (rendered.source, *map(_key, inputs), None, *map(_key, outputs))
+            in_place = tuple(place for place, index in enumerate(site.outputs) if bench.ops[index].mutates)
+            inputs = inputs[: len(inputs) - len(in_place)]  # the last ones are the outputs that it is given
+            key = (rendered.source, *map(layout_key, inputs), None, *map(layout_key, outputs))
             if key not in made:
                 taken = {op.name for op in made.values()}
-                made[key] = _op(fusion, site, rendered, inputs, outputs, taken)
+                source = _Source(fusion.planned.program, fusion.planned.header, site.fusion_id, fusion.kernel.fast_math)
+                made[key] = _op(source, rendered, inputs, outputs, taken, in_place)
             by_call[id(site.call)] = made[key]
     return KernelOps(ops=tuple(made.values()), by_call=by_call)
 
 
-def _key(meta: TensorMeta) -> tuple[object, ...]:
+def layout_key(meta: TensorMeta) -> tuple[object, ...]:
+    """Return what is equal for two tensors that one op serves."""
     return (meta.shape, meta.stride, meta.dtype)
+
+
+def free_name(entry: str, taken: Collection[str]) -> str:
+    """Return a name for an op.
+
+    Args:
+        entry: of its kernel.
+        taken: names of other ops.
+    """
+    base = _HASH.sub("", entry.removeprefix("fa_"))
+    return next(one for number in range(1, 10_000) if (one := base if number == 1 else f"{base}_{number}") not in taken)
 
 
 def _rendered(fusion: BuiltFusion) -> Rendered:
@@ -108,22 +122,53 @@ def _rendered(fusion: BuiltFusion) -> Rendered:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a kernel is rendered from."""
+
+    program: Program
+    header: Header
+    fusion_id: str
+    fast_math: bool = False
+
+
+def with_copies(ops: KernelOps, graph: Graph) -> KernelOps:
+    """Add the copies of a graph that change a layout and have a kernel.
+
+    Args:
+        ops: other kernels of the graph.
+        graph: as it is printed.
+    """
+    made: dict[object, KernelOp] = {}
+    by_call = dict(ops.by_call)
+    taken = {op.name for op in ops.ops}
+    for copy in [node.target for node in graph.nodes if isinstance(node.target, PlainCopy)]:
+        key = (copy.kernel.source, layout_key(copy.layout))
+        if key not in made:
+            program, header = copy_program(copy.layout)
+            parameters = copy.kernel.parameters
+            rendered = backend(copy.kernel.backend).render(program, header, tuning=parameters, fast_math=False)
+            made[key] = _op(_Source(program, header, copy.made_for), rendered, [copy.layout], [copy.plain], taken)
+            taken.add(made[key].name)
+        by_call[id(copy)] = made[key]
+    return KernelOps(ops=(*ops.ops, *made.values()), by_call=by_call)
+
+
 def _op(
-    fusion: BuiltFusion, site: SiteRewrite, rendered: Rendered, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta],
-    taken: set[str],
+    source: _Source, rendered: Rendered, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], taken: set[str],
+    in_place: tuple[int, ...] = (),
 ) -> KernelOp:  # fmt: skip
-    program, fast_math = fusion.planned.program, fusion.kernel.fast_math
+    program, fast_math = source.program, source.fast_math
     metas = [*inputs, *outputs]
     rendered = with_launcher(rendered, program, tensors=metas, fast_math=fast_math)
     tensors = tensors_of(program, [Layout(shape=meta.shape, strides=meta.stride) for meta in metas])
     named = [(tensor.name, meta) for tensor, meta in zip(tensors, metas, strict=True)]
-    base = _HASH.sub("", rendered.entry.removeprefix("fa_"))
-    name = next(one for number in range(1, 10_000) if (one := base if number == 1 else f"{base}_{number}") not in taken)
+    name = free_name(rendered.entry, taken)
     return KernelOp(
-        name=name, fusion_id=site.fusion_id, summary=fusion.planned.header.summary, origin=fusion.planned.header.origin,
+        name=name, fusion_id=source.fusion_id, summary=source.header.summary, origin=source.header.origin,
         rendered=rendered, inputs=tuple(named[: len(inputs)]), outputs=tuple(named[len(inputs) :]),
         launch=_LAUNCH[rendered.suffix](program, rendered),
-        reference=_reference(program, tensors, metas, name, fast_math=fast_math),
+        reference=_reference(program, tensors, metas, name, in_place, fast_math=fast_math), in_place=in_place,
     )  # fmt: skip
 
 
@@ -154,7 +199,13 @@ _LAUNCH: Mapping[str, Callable[[Program, Rendered], dict[str, str]]] = {
 
 
 def _reference(
-    program: Program, tensors: Sequence[SiteTensor], metas: Sequence[TensorMeta], name: str, *, fast_math: bool
+    program: Program,
+    tensors: Sequence[SiteTensor],
+    metas: Sequence[TensorMeta],
+    name: str,
+    in_place: tuple[int, ...],
+    *,
+    fast_math: bool,
 ) -> str:
     """Print a module with ``make_inputs`` and ``reference`` of a kernel."""
     reference = torch_reference(program, tensors)
@@ -164,6 +215,7 @@ def _reference(
         op=name, tensors=[{"name": name, "made": text} for name, text in made], helpers=reference.helpers,
         reference=reference.lines, own=own, input_count=sum(not tensor.is_output for tensor in tensors),
         floor=FAST_MATH_FLOOR if fast_math else FLOORS[own], is_approximate=fast_math,
+        in_place=in_place,
     )  # fmt: skip
 
 

@@ -14,7 +14,9 @@ from torch.fx import Node
 from fusion_advisor.capture.graph.fx_nodes import module_path
 from fusion_advisor.export.parameters import layer_of
 
-_RESERVED = frozenset({*keyword.kwlist, *dir(builtins), "model", "ops", "torch", "aten", "F", "block", "following", "index"})
+_RESERVED = frozenset(
+    {*keyword.kwlist, *dir(builtins), "model", "ops", "torch", "aten", "F", "block", "following", "cached", "index"}
+)
 _SHOWN_BY_MODULE = ("linear", "addmm", "mm", "conv2d", "conv1d", "embedding", "layer_norm", "rms_norm", "gelu", "silu", "relu")
 """Ops that are what their module is: ``q_proj`` says enough."""
 _SHORT = {"scaled_dot_product_attention": "attention", "getitem": "item"}

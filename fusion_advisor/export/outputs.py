@@ -25,7 +25,7 @@ class OutputPrinter:
         Args:
             values: of the graph's results.
             result: returns the name of a result.
-            inputs: names of the call's own tensors by ``id``, for outputs that are inputs.
+            inputs: names of the call's own tensors and objects by ``id``, for outputs that are inputs.
         """
         self.imports: set[str] = set()
         self._known = inputs | {id(value): result(node) for node, value in values if isinstance(value, torch.Tensor)}
@@ -39,10 +39,10 @@ class OutputPrinter:
         Raises:
             CannotExport: it holds an object that cannot be made from tensors and plain values.
         """
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._known:
-                raise CannotExport(detail="a tensor of its output is made outside of the graph")
+        if id(value) in self._known:
             return self._known[id(value)]
+        if isinstance(value, torch.Tensor):
+            raise CannotExport(detail="a tensor of its output is made outside of the graph")
         if value is None or isinstance(value, bool | int | float | str):
             return repr(value)
         if type(value) in (list, tuple):

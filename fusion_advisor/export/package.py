@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,13 @@ import torch
 from fusion_advisor.codegen.common.header_comment import wrap
 from fusion_advisor.codegen.common.interface import environment
 from fusion_advisor.content import content_dir
+from fusion_advisor.errors import CannotExport
+from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.export.printed import Printed, laid
 from fusion_advisor.export.readme import call_lines, rows, step_sentence
 from fusion_advisor.records import Report
 
-_HERE = Path(__file__).parent
+_COPIED = Path(__file__).parent / "copied"
 _TEMPLATES = content_dir("templates") / "export"
 
 
@@ -29,49 +35,101 @@ def files_of(printed: Printed, report: Report, name: str) -> dict[str, bytes]:
         name: of the package, an identifier.
     """
     context = _context(printed, report, name)
-
-    def rendered(template: str) -> bytes:
-        return environment().get_template(f"export/{template}.jinja").render(**context).encode()
-
     files = {
-        "README.md": rendered("README.md"),
-        "pyproject.toml": rendered("pyproject.toml"),
-        "tests/test_package.py": rendered("test_package.py"),
-        "LICENSE": rendered("LICENSE"),
+        "README.md": _rendered("README.md", context),
+        "pyproject.toml": _rendered("pyproject.toml", context),
+        "tests/test_package.py": _rendered("test_package.py", context),
+        "LICENSE": _rendered("LICENSE", context),
     }
-    modules = ["__init__.py", "_adapter.py", "_launch.py", "_requirements.py", "bench.py", "example.py", "forward.py", "ops.py"]
-    own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
-    modules += [module for module in own if (_TEMPLATES / f"{module}.jinja").is_file()]
-    files |= {f"{name}/{module}": rendered(module) for module in modules}
-    files[f"{name}/_facts.py"] = (_HERE / "model_facts.py").read_bytes()
+    modules = ("__init__.py", "_adapter.py", "_requirements.py", "bench.py", "example.py", "forward.py")
+    files |= {f"{name}/{module}": _rendered(module, context) for module in modules}
+    files[f"{name}/_facts.py"] = (_COPIED / "model_facts.py").read_bytes()
+    files[f"{name}/_graphs.py"] = (_COPIED / "cuda_graphs.py").read_bytes()
+    files[f"{name}/_objects.py"] = (_COPIED / "call_objects.py").read_bytes()
+    if printed.specs:
+        files[f"{name}/objects.json"] = (json.dumps(printed.specs, indent=1) + "\n").encode()
     files[f"{name}/expected.json"] = (json.dumps(printed.expected, indent=1, sort_keys=True) + "\n").encode()
     if printed.constants:
         buffer = io.BytesIO()
         torch.save(dict(printed.constants), buffer)
         files[f"{name}/constants.pt"] = buffer.getvalue()
+    return files | files_of_ops(printed.ops, name, printed.expected["device"])
+
+
+def files_of_ops(ops: Sequence[KernelOp], name: str, device: str) -> dict[str, bytes]:
+    """Return the files of a package's ops: their kernels, what registers and launches them, and references for the tests.
+
+    Args:
+        ops: any.
+        name: of the package, an identifier.
+        device: type of the device that they run on.
+    """
+    context = _ops_context(ops, name, device)
+    own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
+    modules = ["_launch.py", "ops.py", "prebuild.py", *(module for module in own if (_TEMPLATES / f"{module}.jinja").is_file())]
+    files = {f"{name}/{module}": _rendered(module, context) for module in modules}
+    files[f"{name}/_kept.py"] = (_COPIED / "kept_binaries.py").read_bytes()
     files[f"{name}/kernels/__init__.py"] = b'"""The kernels, one file each."""\n'
-    for op in printed.ops:
+    for op in ops:
         files[f"{name}/kernels/{op.file}"] = op.rendered.file_text.encode()
         files[f"tests/references/{op.name}.py"] = op.reference.encode()
     return files
 
 
-def _context(printed: Printed, report: Report, name: str) -> dict[str, Any]:
-    backends = sorted({op.rendered.backend for op in printed.ops})
-    machine = report.environment
+def with_built_kernels(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
+    """Add every kernel's machine code for this machine: the package compiles it in a process of its own.
+
+    Args:
+        files: of the package.
+        name: of the package.
+
+    Raises:
+        CannotExport: a kernel does not compile.
+    """
+    with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as place:
+        folder = Path(place)
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        # -m puts the folder, and not this tool's, on the path
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            f"import sys; sys.path.insert(0, {place!r}); from {name} import prebuild; prebuild.main()",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, cwd=place)
+        if done.returncode:
+            raise CannotExport(detail=f"its kernels did not compile: {done.stderr.strip().rpartition(chr(10))[2]}")
+        built = folder / name / "built"
+        found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(built.rglob("*")) if path.is_file()}
+    return {**files, **found}
+
+
+def _rendered(template: str, context: Mapping[str, Any]) -> bytes:
+    return environment().get_template(f"export/{template}.jinja").render(**context).encode()
+
+
+def _ops_context(ops: Sequence[KernelOp], name: str, device: str) -> dict[str, Any]:
     return {
-        **printed.context, "name": name, "run": report.run_id, "backends": backends,
+        "name": name, "device": device, "backends": sorted({op.rendered.backend for op in ops}),
         "ops": [
             {
                 "name": op.name, "comment": wrap(f"{op.fusion_id}: {op.summary}"), "file": op.file,
                 "launch": list(op.launch.items()), "launcher": f"{op.rendered.backend}_launcher",
                 "inputs": [laid(one, meta) for one, meta in op.inputs],
-                "outputs": [laid(one, meta) for one, meta in op.outputs],
+                "outputs": [laid(one, meta) for one, meta in op.outputs], "in_place": op.in_place,
             }
-            for op in printed.ops
+            for op in ops
         ],
-        "device": printed.expected["device"],
-        "flags": {op.file: op.rendered.flags for op in printed.ops if op.rendered.flags},
+        "flags": {op.file: op.rendered.flags for op in ops if op.rendered.flags},
+    }  # fmt: skip
+
+
+def _context(printed: Printed, report: Report, name: str) -> dict[str, Any]:
+    machine = report.environment
+    return {
+        **printed.context, **_ops_context(printed.ops, name, printed.expected["device"]), "run": report.run_id,
         "torch_version": machine.torch, "tool": machine.tool, "environment": machine, "workload": report.workload,
         "tolerance": "1e-5" if report.workload.dtype == "fp32" else "2e-2",
         "rows": [row for row in rows(report, printed.ops) if not any(f"{row.id} " in line[:40] for line in printed.left_out)],

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.fuse.passes.merge_gemms import is_merged_operand
+from fusion_advisor.fuse.rewrite.derived_tensors import Extended
 
 _LAYER = re.compile(r"(?P<prefix>(?:[^.]+\.)*?[^.\d][^.]*\.)(?P<number>\d+)(?:\.|\Z)")
 """The outermost numbered part of a path: ``transformer.h.3`` of ``transformer.h.3.mlp.c_fc``."""
@@ -52,6 +53,16 @@ def attribute(path: str, root: str = "model") -> str:
     return text
 
 
+def place_of(path: str) -> str:
+    """Return the expression of what lies at a path of the call's arguments.
+
+    Args:
+        path: ``cache.layers.0.keys``.
+    """
+    root, _, rest = path.partition(".")
+    return attribute(rest, root)
+
+
 def tensor_names(model: nn.Module, placeholders: Sequence[Node], names: Sequence[str]) -> Mapping[Node, str]:
     """Return the name of each placeholder that is a parameter or a buffer of the model.
 
@@ -71,8 +82,32 @@ def tensor_names(model: nn.Module, placeholders: Sequence[Node], names: Sequence
     return {node: name for node, name in zip(placeholders, names, strict=True) if name in known}
 
 
-def joined_names(graph: Graph, tensors: Mapping[Node, str]) -> Mapping[Node, tuple[str, tuple[str, ...]]]:
-    """Return what each merged weight or bias is called in the package, and the parameters that it is made of.
+@dataclass(frozen=True, slots=True)
+class JoinedTensor:
+    """Parameters that lie one after the other while the package's forward is in place.
+
+    Attributes:
+        name: of the view of them all.
+        sources: their names.
+        rows: of the view; those after theirs hold zeros.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    rows: int
+
+
+def is_joined_operand(target: object) -> bool:
+    """Whether a node's target views parameters where they lie: several as one, or one with more rows after it.
+
+    Args:
+        target: of a node.
+    """
+    return is_merged_operand(target) or isinstance(target, Extended)
+
+
+def joined_tensors(graph: Graph, tensors: Mapping[Node, str]) -> Mapping[Node, JoinedTensor]:
+    """Return what each merged or padded weight or bias is called in the package, and the parameters that it is made of.
 
     Args:
         graph: the rewritten graph.
@@ -81,19 +116,22 @@ def joined_names(graph: Graph, tensors: Mapping[Node, str]) -> Mapping[Node, tup
     Raises:
         CannotExport: one is made of something else.
     """
-    found: dict[Node, tuple[str, tuple[str, ...]]] = {}
+    found: dict[Node, JoinedTensor] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and is_merged_operand(node.target):
+        if node.op == "call_function" and is_joined_operand(node.target):
             sources = node.all_input_nodes
             if not all(source in tensors for source in sources):
-                raise CannotExport(detail="a merged GEMM reads weights that are no parameters")
+                raise CannotExport(detail="a merged or padded GEMM reads weights that are no parameters")
             names = tuple(tensors[source] for source in sources)
-            found[node] = (_joined_name(names), names)
+            found[node] = JoinedTensor(_joined_name(names), names, node.meta["val"].shape[0])
     return found
 
 
 def _joined_name(names: Sequence[str]) -> str:
-    """``layers.0.attn.joined_q_k_v_weight`` of ``layers.0.attn.q.weight`` and so on."""
+    """``layers.0.attn.joined_q_k_v_weight`` of ``layers.0.attn.q.weight`` …; ``lm_head.padded_weight`` of one alone."""
+    if len(names) == 1:
+        parent, dot, leaf = names[0].rpartition(".")
+        return f"{parent}{dot}padded_{leaf}"
     paths = [name.split(".") for name in names]
     shared = 0
     while all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.collect import Rewritten
+from fusion_advisor.export.copied.call_objects import Unknown, at, objects_in, spec_of, tensors_in
+from fusion_advisor.export.copied.model_facts import facts
 from fusion_advisor.export.forward_source import ForwardPrinter, Source
 from fusion_advisor.export.kernel_ops import KernelOp
-from fusion_advisor.export.model_facts import facts
 from fusion_advisor.export.outputs import OutputPrinter
-from fusion_advisor.export.parameters import joined_names, tensor_names
+from fusion_advisor.export.parameters import joined_tensors, place_of, tensor_names
 from fusion_advisor.records import TensorMeta
+from fusion_advisor.runtime.call_tensors import is_object
 from fusion_advisor.workload.load import LoadedWorkload
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -32,6 +35,7 @@ class Printed:
         ops: that the forward calls.
         tensors: layouts of the call's tensors, by argument.
         values: of its other arguments.
+        specs: what the objects among its arguments hold.
         constants: tensors that the forward reads and the model does not have.
         expected: what the model must be.
         left_out: kept rewrites that the package does not have.
@@ -41,6 +45,7 @@ class Printed:
     ops: tuple[KernelOp, ...]
     tensors: tuple[tuple[str, TensorMeta], ...]
     values: dict[str, object]
+    specs: dict[str, Any]
     constants: Mapping[str, torch.Tensor]
     expected: Mapping[str, Any]
     left_out: tuple[str, ...]
@@ -59,37 +64,67 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
     graph, model = found.module.graph, loaded.model
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     tensors = dict(tensor_names(model, placeholders, found.names))
-    joined = joined_names(graph, tensors)
+    joined = joined_tensors(graph, tensors)
     call = _bound(loaded)
+    objects = _objects(call)
+    specs = _specs(objects)
     given = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+    given |= {path: at(path, call) for path in tensors_in(list(specs.values()))}
     arguments = _arguments(loaded, placeholders, found.names, tensors)
-    tensors |= {node: name for node, (name, _) in joined.items()}
+    written = _written(graph, arguments)
+    if written and _share_memory(given.values()):
+        raise CannotExport(detail="tensors of its call share memory, and it writes into some of them")
+    tensors |= {node: one.name for node, one in joined.items()}
     printer = ForwardPrinter(
-        Source(model=model, graph=graph, ops=found.ops, tensors=tensors, arguments=arguments, origins=found.origins)
-    )
+        Source(
+            model=model, graph=graph, ops=found.ops, tensors=tensors, origins=found.origins,
+            arguments={node: name for node, name in arguments.items() if "." not in name},
+            state={node: name for node, name in arguments.items() if "." in name},
+        )
+    )  # fmt: skip
     body = printer.printed()
-    output = OutputPrinter(found.values, printer.result, {id(value): name for name, value in given.items()})
+    known = {id(value): place_of(name) for name, value in (*given.items(), *objects.items())}
+    output = OutputPrinter(found.values, printer.result, known)
+    body += _assignments(found, objects, output)
     result = output.expression(found.output)
-    called = {id(node.target) for node in graph.nodes}
-    ops = tuple(op for op in found.ops.ops if any(found.ops.by_call.get(number) is op for number in called))
-    if not ops:
-        raise CannotExport(detail="its graph calls no kernel of a chain")
+    ops = _called(found)
     metas = tuple((name, _meta(value)) for name, value in given.items())
     text = "\n".join([*body, *(line for function in printer.functions for line in function.lines)])
     context = {
         "class_name": type(model).__name__, "imports": sorted(output.imports), "functions": _functions(printer),
-        "body": body, "result": result, "arguments": [name for name, _ in metas],
+        "body": body, "result": result, "written": written, "specs": specs, "sets": bool(found.assigned),
+        "arguments": [name for name in call if isinstance(call[name], torch.Tensor) or name in objects],
         "tensors": [(name, laid(name, meta)) for name, meta in metas], "has_functional": "F." in text,
         "has_aten": "aten." in text,
-        "values": repr({name: value for name, value in call.items() if name not in given}),
-        "joined": sorted(dict(joined.values()).items()),
-        "below": repr({name: int(value.max()) + 1 for name, value in given.items() if _is_whole(value)}),
-        "aten_ops": sorted({_op_name(node) for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}),
+        "values": repr(_values(call)),
+        "joined": sorted({one.name: one for one in joined.values()}.values(), key=lambda one: one.name),
+        "below": repr(_below(given)), "aten_ops": _aten_ops(graph),
     }  # fmt: skip
     return Printed(
-        context=context, ops=ops, tensors=metas, values={name: value for name, value in call.items() if name not in given},
+        context=context, ops=ops, tensors=metas, values=_values(call), specs=specs,
         constants=_constants(found), expected=_expected(loaded), left_out=found.left_out,
     )  # fmt: skip
+
+
+def _called(found: Rewritten) -> tuple[KernelOp, ...]:
+    """Return the ops that a graph calls: a kernel of a linear may have taken the place of others."""
+    called = {id(node.target) for node in found.module.graph.nodes}
+    ops = tuple(op for op in found.ops.ops if any(found.ops.by_call.get(number) is op for number in called))
+    if not ops:
+        raise CannotExport(detail="its graph calls no kernel")
+    return ops
+
+
+def _share_memory(tensors: Collection[torch.Tensor]) -> bool:
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) < len(tensors)
+
+
+def _below(given: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: int(value.max()) + 1 for name, value in given.items() if _is_whole(value)}
+
+
+def _aten_ops(graph: Graph) -> list[str]:
+    return sorted({_op_name(node) for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)})
 
 
 def _functions(printer: ForwardPrinter) -> list[dict[str, object]]:
@@ -112,9 +147,11 @@ def _bound(loaded: LoadedWorkload) -> dict[str, Any]:
         raise CannotExport(detail="its forward takes *args, which have no names")
     call = {**dict(zip(names, loaded.args, strict=False)), **loaded.kwargs}
     for name, value in call.items():
-        if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+        if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN and not is_object(value):
             kind = type(value).__name__
-            raise CannotExport(detail=f"its argument `{name}` is a {kind}, and a package takes tensors and plain values alone")
+            raise CannotExport(
+                detail=f"its argument `{name}` is a {kind}, and a package takes tensors, plain values and caches alone"
+            )
         if not name.isidentifier():
             raise CannotExport(detail=f"its argument `{name}` is no identifier")
     return call
@@ -126,13 +163,50 @@ def _arguments(
     """Return the name of each placeholder that is an argument of the call."""
     parameters = list(inspect.signature(loaded.model.forward).parameters)
     known = {f"args.{place}": parameters[place] for place in range(len(loaded.args))} | {name: name for name in loaded.kwargs}
+    objects = _objects(_bound(loaded))
     found = {}
     for node, name in zip(placeholders, names, strict=True):
         if node not in tensors and node.users:
-            if name not in known:
+            given = next((one for one in known if name == one or name.startswith(f"{one}.")), "")
+            if not given or (name != given and known[given] not in objects):
                 raise CannotExport(detail=f"it reads `{name}`, which is no argument of its call and no tensor of the model")
-            found[node] = known[name]
+            found[node] = known[given] + name[len(given) :]
     return found
+
+
+def _assignments(found: Rewritten, objects: Mapping[str, Any], output: OutputPrinter) -> list[str]:
+    """Return statements that set what the call sets in its arguments: a growing cache gets new tensors."""
+    owners = {id(owner): path for name, value in objects.items() for path, owner in objects_in(name, value)}
+    lines = []
+    for owner, name, value in found.assigned:
+        place = f"{owners[id(owner)]}.{name}"
+        if not isinstance(value, torch.Tensor):
+            raise CannotExport(
+                detail=f"its call sets `{place}` to a {type(value).__name__}, which the next call may set to another"
+            )
+        lines.append(f"{place_of(place)} = {output.expression(value)}")
+    return lines
+
+
+def _objects(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if is_object(value) and not isinstance(value, torch.Tensor)}
+
+
+def _values(call: Mapping[str, Any]) -> dict[str, object]:
+    return {name: value for name, value in call.items() if type(value) in _PLAIN}
+
+
+def _specs(objects: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {name: spec_of(name, value) for name, value in objects.items()}
+    except Unknown as error:
+        raise CannotExport(detail=f"an argument of its call holds what a package cannot make again: {error}") from error
+
+
+def _written(graph: Graph, arguments: Mapping[Node, str]) -> list[str]:
+    """Return the paths of the call's tensors that a graph writes into."""
+    keys = {key for node in graph.nodes if node.op == "call_function" for key in written_storages(node)}
+    return sorted(name for node, name in arguments.items() if not keys.isdisjoint(storages(node)))
 
 
 def _constants(found: Rewritten) -> dict[str, torch.Tensor]:

@@ -38,8 +38,10 @@ def rows(report: Report, ops: Sequence[KernelOp]) -> list[ReadmeRow]:
             source=sources.get(row.chain_id, "") or ", ".join(op.origin for op in by_fusion.get(row.id, ())[:1]),
         )
         for row in report.fusions
-        if row.status is Status.KEPT and row.chain_id
+        if row.status is Status.KEPT
     ]  # fmt: skip
+    order = {op.fusion_id: place for place, op in reversed(list(enumerate(ops)))}
+    found.sort(key=lambda row: order.get(row.id, len(ops)))
     found += [
         ReadmeRow(id=row.id, title=row.name, sites=str(row.sites), saved=_saved(row.step_delta_ns), source="")
         for row in report.rewrites

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.fx_nodes import is_idle_dropout, module_path
-from fusion_advisor.export.kernel_ops import KernelOps
-from fusion_advisor.export.parameters import Layer, layer_of
-from fusion_advisor.fuse.passes.merge_gemms import is_merged_operand
+from fusion_advisor.export.kernel_ops import KernelOp, KernelOps
+from fusion_advisor.export.parameters import Layer, is_joined_operand, layer_of
 
 _FEWEST_STEPS = 5
 """A layer of fewer steps that no other layer is equal to stays where it is called."""
@@ -85,7 +84,7 @@ class Steps:
                 self.returned = [self.same(one) for one in node.all_input_nodes]
             if node.op != "call_function" or node in self._same or node in self._unpacked:
                 continue
-            if is_merged_operand(node.target):  # read like a parameter
+            if is_joined_operand(node.target):  # read like a parameter
                 continue
             if is_idle_dropout(node):
                 self._same[node] = node.all_input_nodes[0]
@@ -93,11 +92,15 @@ class Steps:
             results = self._results(node)
             reads = tuple(dict.fromkeys(self.same(one) for one in node.all_input_nodes))
             shown = (node,) if results is None else results
-            self.steps.append(Step(node, shown, results is not None, reads, layer_of(module_path(node))))
+            op = self._ops.of(node.target)
+            is_plain = results is None or (op is not None and bool(op.in_place) and len(results) < 2)
+            self.steps.append(Step(node, shown, not is_plain, reads, layer_of(module_path(node))))
 
     def _results(self, node: Node) -> tuple[Node | None, ...] | None:
         """Return what a call's results are called, where it has several and nothing reads them but by number."""
         op, value = self._ops.of(node.target), node.meta.get("val")
+        if op is not None and op.in_place:
+            return self._fresh(node, op)
         count = len(op.outputs) if op else len(value) if isinstance(value, list | tuple) else 1
         users = list(node.users)
         if (op and count == 1) or not users or not isinstance(value, list | tuple | None) or count > 8:
@@ -114,6 +117,28 @@ class Steps:
             else:
                 self._same[user] = first
         self._unpacked.update(users)
+        return tuple(found)
+
+    def _fresh(self, node: Node, op: KernelOp) -> tuple[Node | None, ...] | None:
+        """Return the results that a kernel allocates; the others are the tensors that it was given and wrote into."""
+        targets = dict(zip(op.in_place, node.args[-len(op.in_place) :], strict=True))
+        fresh = [place for place in range(len(op.outputs)) if place not in op.in_place]
+        if len(op.outputs) == 1:
+            self._same[node] = _as_node(targets[0])
+            return ()
+        found: list[Node | None] = [None] * len(fresh)
+        for user in node.users:
+            place = user.args[1]
+            assert user.target is operator.getitem
+            assert isinstance(place, int)
+            first = None if place in targets else found[fresh.index(place)]
+            if place in targets:
+                self._same[user] = _as_node(targets[place])
+            elif first is None:
+                found[fresh.index(place)] = user
+            else:
+                self._same[user] = first
+        self._unpacked.update(node.users)
         return tuple(found)
 
     def sections(self) -> list[Section]:
@@ -137,6 +162,11 @@ class Steps:
             outputs = [node for step in group for node in step.results if node is not None and node in used_later]
             found.append(Section(group[0].layer, tuple(group), tuple(reads), tuple(outputs)))
         return found
+
+
+def _as_node(argument: object) -> Node:
+    assert isinstance(argument, Node)
+    return argument
 
 
 def is_worth_a_function(section: Section, equal: Sequence[Section]) -> bool:

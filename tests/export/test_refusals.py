@@ -157,6 +157,23 @@ def test_a_package_without_a_model_of_its_own_takes_the_users(run, tmp_path):
         sys.path.remove(str(tmp_path / name))
 
 
+def test_a_package_with_its_compiled_kernels_compiles_nothing(run, tmp_path, monkeypatch):
+    name = "brings_its_code"
+    run[0].export(tmp_path / name, with_cache=True)
+    files = sorted(path.suffix for path in (tmp_path / name / name / "built").iterdir())
+    assert files
+    assert set(files) == {".so"}
+    monkeypatch.setenv("PATH", "")  # there is no compiler
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path / name)
+    importlib.import_module(f"{name}.ops").prepare()
+    assert not (tmp_path / "cache").exists()
+    (source, *_) = (tmp_path / name / name / "kernels").glob("*.cpp")
+    source.write_text(source.read_text() + "// another version\n")
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler"):
+        importlib.import_module(f"{name}._cpp")._loaded(source)
+
+
 def test_an_old_torch_is_told_what_it_lacks(run, tmp_path):
     name = "needs_more_of_torch"
     run[0].export(tmp_path / name)

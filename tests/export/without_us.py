@@ -1,16 +1,25 @@
-"""Runs an exported package's tests, and compares it with the fused model, where ``fusion_advisor`` cannot be imported.
+"""Runs exported packages' tests, and compares them with the fused models, where ``fusion_advisor`` cannot be imported.
 
-Called as ``python -I without_us.py PACKAGE_FOLDER NAME EXPECTED.pt``; prints a line of JSON at the end.
+Called as ``python -I without_us.py FOLDER NAME...`` in an environment with the packages installed; FOLDER has for each NAME a
+folder ``NAME`` with its tests and ``NAME.pt`` with what the fused model returned. Prints a line of JSON at the end. Each package
+has a forked process of its own: they share one import of torch, of its compilers and of transformers, which takes longer than
+their tests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
+import io
 import json
+import multiprocessing
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 
 class Blocked:
@@ -21,7 +30,40 @@ class Blocked:
             raise ImportError("fusion_advisor is blocked")
 
 
-def main(folder, name, expected):
+def checked(folder, name):
+    """Compare the package's model with the fused one, and run the package's own tests."""
+    package, example = importlib.import_module(name), importlib.import_module(f"{name}.example")
+    then = torch.load(folder / f"{name}.pt", weights_only=True)
+    model = example.make_model()
+    model.load_state_dict(then["state"])
+    package.apply(model)
+    with torch.no_grad():
+        found = model(**then["inputs"])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        tests = pytest.main(
+            ["-q", "-p", "no:cacheprovider", "-n", "0", "--rootdir", str(folder / name), str(folder / name / "tests")]
+        )
+    return {
+        "equal": [torch.equal(found[key], value) for key, value in then["outputs"].items()],
+        "fallbacks": package.fallbacks(model),
+        "is_installed": Path(package.__file__).is_relative_to(sys.prefix),
+        "tests": int(tests),
+        "printed": printed.getvalue(),
+        "loaded": sorted(one for one in sys.modules if one.startswith("fusion_advisor")),
+    }
+
+
+def import_compilers():
+    """Import what the compilers import at their first use."""
+    layer, x = torch.nn.Linear(1, 1), torch.ones(1, 1)
+    with torch.no_grad():
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        torch.export.export(layer, (x,))
+    assert transformers.GenerationMixin, transformers.PreTrainedModel
+
+
+def main(folder, *names):
     sys.meta_path.insert(0, Blocked())
     try:
         importlib.import_module("fusion_advisor")
@@ -29,24 +71,10 @@ def main(folder, name, expected):
         pass
     else:
         return "fusion_advisor can be imported"
-    sys.path.insert(0, folder)
-    package, example = importlib.import_module(name), importlib.import_module(f"{name}.example")
-    then = torch.load(expected, weights_only=True)
-    model = example.make_model()
-    model.load_state_dict(then["state"])
-    package.apply(model)
-    with torch.no_grad():
-        found = model(**then["inputs"])
-        explained = torch._dynamo.explain(model)(**then["inputs"])
-    shown = {
-        "equal": [torch.equal(found[key], value) for key, value in then["outputs"].items()],
-        "fallbacks": package.fallbacks(model),
-        "graphs": explained.graph_count,
-        "breaks": explained.graph_break_count,
-        "tests": pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", "--rootdir", folder, f"{folder}/tests"]),
-        "loaded": sorted(one for one in sys.modules if one.startswith("fusion_advisor")),
-    }
-    sys.stdout.write("\n" + json.dumps(shown) + "\n")
+    import_compilers()
+    with multiprocessing.get_context("fork").Pool(len(names), maxtasksperchild=1) as pool:
+        shown = pool.starmap(checked, [(Path(folder), name) for name in names], chunksize=1)
+    sys.stdout.write("\n" + json.dumps(dict(zip(names, shown, strict=True))) + "\n")
     return 0
 
 

@@ -65,7 +65,7 @@ def test_the_committed_examples_are_slim() -> None:
     assert sum(path.stat().st_size for path in files) < 8_000_000
     assert [path.parent.name for path in files if path.suffix == ".html"] == [SHOWN]
     for path in files:
-        if path.suffix == ".json":
+        if path.suffix == ".json" and path.parent.name != "gpt2_fused":  # the exported package has files to be read
             assert path.read_text() == compact(path.read_text()), path
 
 

@@ -26,6 +26,9 @@ def export(
     ] = None,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="package: a Python package.")] = "package",
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that is there.")] = False,
+    with_cache: Annotated[
+        bool, typer.Option("--with-cache", help="Ship the compiled kernels too: a machine like this one compiles nothing.")
+    ] = False,
     trust_remote_code: options.TrustOpt = False,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
@@ -46,7 +49,7 @@ def export(
     directory = run_dir.resolve(run)
     with TerminalProgress(settings) as shown:
         shown.phase("export")
-        left_out = core.export_run(directory, to, force=force, trust_remote_code=trust_remote_code)
+        left_out = core.export_run(directory, to, force=force, trust_remote_code=trust_remote_code, with_cache=with_cache)
     for sentence in left_out:
         warn(settings, f"not in the package: {sentence}")
     tests = shlex.join(["pytest", str(to / "tests")])

@@ -121,14 +121,23 @@ class GemvCudaKernel:
         self.tuning = config.text
         if config.form == "cuda_wgmma":
             return hopper_gated.launcher(self._kernel, problem, config)
-        grid = -(-problem.n // config.rows)
+        grid, block = launch_shape(problem, config)
         first = CudaLaunch(
             kernel=self._kernel,
-            config=LaunchConfig(grid=grid, block=32 * config.warps),
+            config=LaunchConfig(grid=grid, block=block),
             scalars=[],
             text=config.text,
         )
-        return launcher_of(first, functools.cache(lambda: torch_launcher(problem)), 16)
+        return launcher_of(first, functools.cache(lambda: torch_launcher(problem)), ALIGNMENT_BYTES)
+
+
+ALIGNMENT_BYTES = 16
+"""Of the address of every tensor that a kernel is launched on."""
+
+
+def launch_shape(problem: GemvProblem, config: GemvConfig) -> tuple[int, int]:
+    """Return how many blocks a kernel without tensor maps is launched with, and how many threads each has."""
+    return -(-problem.n // config.rows), 32 * config.warps
 
 
 def pack_width(problem: GemvProblem) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fusion_advisor.codegen.common.interface import Rendered, environment
@@ -96,6 +97,37 @@ def triton_file(
         floor=floor_of(problem, config),
     )  # fmt: skip
     return rendered.source + text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearReference:
+    """The same computation in plain PyTorch.
+
+    Attributes:
+        tensors: name and the expression that makes it, in the order of a launch.
+        lines: statements that compute the result in ``dtype`` and write it.
+        floor: relative error that a kernel may have besides that of these statements.
+    """
+
+    tensors: tuple[tuple[str, str], ...]
+    lines: tuple[str, ...]
+    floor: float
+
+
+def reference_of(problem: GemvProblem, config: GemvConfig, shapes: Sequence[tuple[int, ...]]) -> LinearReference:
+    """Return what a kernel is compared with.
+
+    Args:
+        problem: at its sizes.
+        config: as rendered.
+        shapes: of the operands at a site, whose rows may be divided among several dims.
+    """
+    names = [name for name, _ in problem.operands]
+    return LinearReference(
+        tensors=tuple((name, _made(problem, name, shape)) for name, shape in zip(names, shapes, strict=True)),
+        lines=tuple(_reference(problem)),
+        floor=floor_of(problem, config),
+    )
 
 
 def _made(problem: GemvProblem, name: str, shape: tuple[int, ...]) -> str:

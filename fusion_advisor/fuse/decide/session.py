@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.tracer import LiveCapture
-from fusion_advisor.codegen.common.interface import BuiltKernel
+from fusion_advisor.codegen.common.interface import BuiltKernel, Header
+from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call, rewrite_region
@@ -35,11 +36,22 @@ class BuiltFusion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSource:
+    """What the kernel of a linear was rendered from."""
+
+    problem: GemvProblem
+    config: GemvConfig
+    header: Header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltLinear:
     """Calls that compute linear layers with the ops around them; see the modules of ``fuse.stages``."""
 
     id: str
     sites: tuple[SiteRewrite, ...]
+    source: LinearSource | None = None
+    """Of its kernel; None where it calls an op of torch's."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.files.safe_name import path_inside
-from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, LinearSource
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
@@ -134,7 +134,8 @@ def build_linears(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan, build: 
                 raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
             if not numerics.is_passed:
                 raise PlanMismatch(run=saved.run_dir.name, detail=f"{kind.title}: its numbers no longer pass")
-            found.append(install(bench, kind, made, name=row.id))
+            source = LinearSource(problem=kind.problem, config=config, header=header)
+            found.append(replace(install(bench, kind, made, name=row.id), source=source))
     missing = [row.kernel for row in saved.linears if row.id not in {gemv.id for gemv in found}]
     if missing:
         raise PlanMismatch(run=saved.run_dir.name, detail=f"this model has no linears for {', '.join(missing)}")

@@ -73,17 +73,42 @@ class EpilogueSite:
 
     def call(self) -> Callable[..., torch.Tensor]:
         """Return a function of the operands that gives the activation's result."""
-        shape, use_gelu = tuple(self.result.meta["val"].shape), self.activation != RELU
-        is_linear = self.product.target is _LINEAR
-        compute = _ATEN._addmm_activation.default
+        return EpilogueCall(
+            self.name, tuple(self.result.meta["val"].shape), use_gelu=self.activation != RELU,
+            is_linear=self.product.target is _LINEAR,
+        )  # fmt: skip
 
-        def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            rows, columns = (x.reshape(-1, x.shape[-1]), weight.t()) if is_linear else (x, weight)
-            result: torch.Tensor = compute(bias, rows, columns, use_gelu=use_gelu)
-            return result.view(shape)
 
-        call.__name__ = call.__qualname__ = self.name
-        return call
+class EpilogueCall:
+    """A product with a bias and an activation, in one GEMM of cuBLAS.
+
+    Args:
+        name: stands in the graph's code.
+        shape: of the result.
+        use_gelu: GELU instead of ReLU.
+        is_linear: whether the weight is a linear's, which is transposed.
+
+    Attributes:
+        shape: see above.
+        use_gelu: see above.
+        is_linear: see above.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], *, use_gelu: bool, is_linear: bool) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.shape, self.use_gelu, self.is_linear = shape, use_gelu, is_linear
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Return the activation of ``x @ weight + bias``.
+
+        Args:
+            x: [..., K].
+            weight: [N, K] of a linear, else [K, N].
+            bias: [N].
+        """
+        rows, columns = (x.reshape(-1, x.shape[-1]), weight.t()) if self.is_linear else (x, weight)
+        result: torch.Tensor = _ATEN._addmm_activation.default(bias, rows, columns, use_gelu=self.use_gelu)
+        return result.view(self.shape)
 
 
 def find_epilogue_sites(

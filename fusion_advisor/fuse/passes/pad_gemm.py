@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.graph.fx_nodes import is_in_autocast
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.chains.trace_bytes import read_bytes
-from fusion_advisor.fuse.rewrite.derived_tensors import extended
+from fusion_advisor.fuse.rewrite.derived_tensors import Extended
 from fusion_advisor.fuse.rewrite.layout_copy import put_copy
 from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, packing_bytes, period_of
 from fusion_advisor.fuse.rewrite.price import PassEffect
@@ -113,7 +113,7 @@ def _pad(graph: Graph, linear: Node, name: str) -> None:
             if not isinstance(source, Node):
                 operands.append(None)
                 continue
-            operand = graph.call_function(extended(f"padded_{kind}_{name}", padded), (source,))
+            operand = graph.call_function(Extended(f"padded_{kind}_{name}", padded), (source,))
             value = source.meta["val"]
             operand.meta = {**origin, "val": value.new_empty((padded, *value.shape[1:]))}
             operands.append(operand)

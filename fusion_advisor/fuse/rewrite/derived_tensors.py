@@ -133,32 +133,37 @@ def joined(name: str, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Te
     return call
 
 
-def extended(name: str, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function of a tensor that views it with more rows, taken from the memory after it; nothing is copied.
+class Extended:
+    """A function of a tensor that views it with more rows, taken from the memory after it; nothing is copied.
 
     Args:
         name: stands in the graph's code.
         rows: that the view has; what the further ones hold is whatever lies there.
 
+    Attributes:
+        rows: see above.
+
     Raises:
         LayoutChanged: (when called) there is not that much memory after the tensor.
     """
-    view: torch.Tensor | None = None
-    known: tuple[torch.Tensor, int] | None = None
 
-    def call(now: torch.Tensor) -> torch.Tensor:
-        nonlocal view, known
-        if view is not None and known is not None and known[0] is now and known[1] == now.data_ptr():
-            return view
-        view, known = None, None
-        if not has_room(now, rows):
+    def __init__(self, name: str, rows: int) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.rows = rows
+        self._view: torch.Tensor | None = None
+        self._known: tuple[torch.Tensor, int] | None = None
+
+    def __call__(self, now: torch.Tensor) -> torch.Tensor:
+        """Return the view."""
+        known = self._known
+        if self._view is not None and known is not None and known[0] is now and known[1] == now.data_ptr():
+            return self._view
+        self._view, self._known = None, None
+        if not has_room(now, self.rows):
             raise LayoutChanged("a weight that had room for more rows after it has none now")
-        view = now.detach().as_strided((rows, *now.shape[1:]), now.stride(), now.storage_offset())
-        known = (now, now.data_ptr())
-        return view
-
-    call.__name__ = call.__qualname__ = name
-    return call
+        self._view = now.detach().as_strided((self.rows, *now.shape[1:]), now.stride(), now.storage_offset())
+        self._known = (now, now.data_ptr())
+        return self._view
 
 
 def lie_together(sources: Sequence[torch.Tensor]) -> bool:

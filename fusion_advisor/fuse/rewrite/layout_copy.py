@@ -54,6 +54,8 @@ class PlainCopy:
     Attributes:
         kernel: see above.
         made_for: see above.
+        layout: see above.
+        plain: of the result.
         tally: counts its launches.
 
     Raises:
@@ -64,9 +66,9 @@ class PlainCopy:
         self.__name__ = self.__qualname__ = name
         self.kernel = kernel
         self.made_for = made_for
-        plain = TensorMeta(shape=layout.shape, stride=_plain(layout.shape), dtype=layout.dtype, device=layout.device)
-        self._layout, self._launch = layout, launch
-        self._call = fused_call(name, launch, [layout], [plain])
+        self.layout, self._launch = layout, launch
+        self.plain = TensorMeta(shape=layout.shape, stride=_plain(layout.shape), dtype=layout.dtype, device=layout.device)
+        self._call = fused_call(name, launch, [layout], [self.plain])
         self.tally = tally_of(self._call)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +77,7 @@ class PlainCopy:
 
     def again(self, made_for: str) -> PlainCopy:
         """Return the same copy for a rewrite, with a tally of its own: each place in a graph counts for itself."""
-        return PlainCopy(self.__name__, self._layout, self._launch, self.kernel, made_for=made_for)
+        return PlainCopy(self.__name__, self.layout, self._launch, self.kernel, made_for=made_for)
 
 
 def put_copy(graph: Graph, source: Node, made_for: str) -> Node:
@@ -112,7 +114,7 @@ def backend_for(layout: TensorMeta, *, has_cuda: bool) -> str | None:
     """
     if not is_rows(layout) and not is_permuted(layout):
         return None
-    return faster_language(_program(layout)[0], is_of_rows=is_rows(layout), has_cuda=has_cuda)
+    return faster_language(copy_program(layout)[0], is_of_rows=is_rows(layout), has_cuda=has_cuda)
 
 
 @functools.cache
@@ -125,7 +127,7 @@ def build(layout: TensorMeta, backend: str) -> PlainCopy | None:
         layout: one for which :func:`is_rows` or :func:`is_permuted` holds.
         backend: name of the backend.
     """
-    program, header = _program(layout)
+    program, header = copy_program(layout)
     maker = backend_named(backend)
     tuned = best_tuning(program, (), backend, layout.device, header=header)
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
@@ -154,7 +156,12 @@ def kernels_of(modules: Iterable[GraphModule], made_for: str) -> tuple[RenderedK
     return tuple({copy.kernel.path: copy.kernel for copy in copies}.values())
 
 
-def _program(layout: TensorMeta) -> tuple[Program, Header]:
+def copy_program(layout: TensorMeta) -> tuple[Program, Header]:
+    """Return what a copy's kernel is rendered from.
+
+    Args:
+        layout: one for which :func:`is_rows` or :func:`is_permuted` holds.
+    """
     if is_rows(layout):
         *outer, cols = layout.shape
         return rows_copy(math.prod(outer), cols, layout.stride[-2], layout.dtype), _ROWS

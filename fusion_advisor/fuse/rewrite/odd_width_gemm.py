@@ -26,7 +26,7 @@ import math
 
 import torch
 
-from fusion_advisor.fuse.rewrite.derived_tensors import extended
+from fusion_advisor.fuse.rewrite.derived_tensors import Extended
 from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE, padded_rows, roomy_rows
 
 LEAST_ROWS = 256
@@ -55,7 +55,7 @@ class OddRows:
         self._has_bias = has_bias
         self._period = period_of(columns)
         self._shift = -columns % GEMM_MULTIPLE
-        self._extended = extended(f"{name}_weight", roomy_rows(columns))
+        self._extended = Extended(f"{name}_weight", roomy_rows(columns))
 
     @property
     def launches(self) -> int:

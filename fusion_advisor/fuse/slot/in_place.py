@@ -112,7 +112,7 @@ class InPlace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.revert()
 
-    def export(self, path: str | Path, *, force: bool = False) -> tuple[str, ...]:
+    def export(self, path: str | Path, *, force: bool = False, with_cache: bool = False) -> tuple[str, ...]:
         """Write what was kept as a Python package that needs torch and not fusion_advisor.
 
         The model is captured once more for it, so it takes as long as putting in a saved plan; afterwards all is as before.
@@ -120,6 +120,7 @@ class InPlace:
         Args:
             path: folder of the package, whose name becomes the package's.
             force: replace a folder that is there.
+            with_cache: ship the compiled kernels too: a machine like this one compiles nothing.
 
         Returns:
             Sentences about kept rewrites that the package does not have.
@@ -134,7 +135,7 @@ class InPlace:
         was_applied = self.is_applied
         self.revert()
         try:
-            return self.exporter(Path(path), force=force)
+            return self.exporter(Path(path), force=force, with_cache=with_cache)
         finally:
             if was_applied:
                 self.apply()

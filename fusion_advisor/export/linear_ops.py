@@ -1,0 +1,84 @@
+"""Kernels of linear layers as ops of a package, with the norm, gate or residual around them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from fusion_advisor.codegen.common.interface import environment
+from fusion_advisor.codegen.gemm.cuda import ALIGNMENT_BYTES, launch_shape
+from fusion_advisor.codegen.gemm.launcher import reference_of
+from fusion_advisor.codegen.gemm.registry import gemv_backend
+from fusion_advisor.export.kernel_ops import KernelOp, KernelOps, free_name, layout_key
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, LinearSource
+from fusion_advisor.records import TensorMeta
+
+_WITH_TENSOR_MAPS = "cuda_wgmma"
+
+
+def why_not(linear: BuiltLinear) -> str:
+    """Say why a package cannot hold a linear's kernel; empty where it can.
+
+    Args:
+        linear: as it was built again.
+    """
+    if linear.source is not None and linear.source.config.form == _WITH_TENSOR_MAPS:
+        return "its launch needs Hopper's tensor maps, which a package does not make"
+    return ""
+
+
+def with_linears(ops: KernelOps, bench: Bench, linears: Sequence[BuiltLinear]) -> KernelOps:
+    """Add the kernels of linears to a graph's ops; sites of one kernel and one layout share an op.
+
+    Args:
+        ops: of the chains.
+        bench: over the graphs that the kernels were built on.
+        linears: those without a kernel of their own (they call an op of torch's) are passed over.
+    """
+    made: dict[object, KernelOp] = {}
+    by_call = dict(ops.by_call)
+    taken = {op.name for op in ops.ops}
+    for linear in linears:
+        if linear.source is None:
+            continue
+        for site in linear.sites:
+            metas = [bench.ops[index].outputs[0] for index in (*site.inputs, *site.outputs)]
+            key = (linear.id, *map(layout_key, metas))
+            if key not in made:
+                made[key] = linear_op(linear.source, linear.id, metas, taken)
+                taken.add(made[key].name)
+            by_call[id(site.call)] = made[key]
+    return KernelOps(ops=(*ops.ops, *made.values()), by_call=by_call)
+
+
+def linear_op(source: LinearSource, fusion_id: str, metas: Sequence[TensorMeta], taken: Collection[str]) -> KernelOp:
+    """Describe one kernel at one site.
+
+    Args:
+        source: what it is rendered from.
+        fusion_id: its row of the report.
+        metas: layouts of the site's operands, the result's last.
+        taken: names of other ops.
+    """
+    problem, config, header = source.problem, source.config, source.header
+    rendered = gemv_backend(config.form.partition("_")[0]).render(problem, header, config=config)
+    named = [(name, meta) for (name, _), meta in zip(problem.operands, metas, strict=True)]
+    reference = reference_of(problem, config, [meta.shape for meta in metas])
+    name = free_name(rendered.entry, taken)
+    text = environment().get_template("export/reference.py.jinja").render(
+        op=name, tensors=[{"name": one, "made": made} for one, made in reference.tensors], helpers=frozenset[str](),
+        reference=reference.lines, own="float32", input_count=len(metas) - 1, floor=reference.floor, is_approximate=False,
+    )  # fmt: skip
+    return KernelOp(
+        name=name, fusion_id=fusion_id, summary=f"{problem.text}, {problem.m} x {problem.n} x {problem.k}", origin=header.origin,
+        rendered=rendered, inputs=tuple(named[:-1]), outputs=tuple(named[-1:]), launch=_launch(source, rendered.suffix),
+        reference=text,
+    )  # fmt: skip
+
+
+def _launch(source: LinearSource, suffix: str) -> dict[str, str]:
+    """The launcher's arguments; a Triton kernel's file has its launch in it."""
+    if suffix != ".cu":
+        return {}
+    blocks, threads = launch_shape(source.problem, source.config)
+    launch = f"dict(macros={{}}, grid=({blocks}, 1, 1), block=({threads}, 1, 1), shared_bytes=0, integers=())"
+    return {"launches": f"({launch},)", "alignment": repr(ALIGNMENT_BYTES), "is_for_one_arch": "False"}

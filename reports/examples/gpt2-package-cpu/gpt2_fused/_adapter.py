@@ -1,0 +1,243 @@
+"""Puts the fused forward into a model and takes it out again; decides for each call whether it is one that was verified."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from . import _facts, _objects, ops
+from ._graphs import CudaRecorder, Graphs, Recorder
+from .forward import ARGUMENTS, JOINED, SETS, TENSORS, VALUES, WRITTEN, forward
+
+EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text(encoding="utf-8"))
+_OBJECTS_FILE = Path(__file__).parent / "objects.json"
+OBJECTS = json.loads(_OBJECTS_FILE.read_text(encoding="utf-8")) if _OBJECTS_FILE.exists() else {}
+"""What the objects among the call's arguments hold: a cache's classes and plain values."""
+_MISSING = object()
+
+
+class ModelDiffers(ValueError):
+    """A model that is not the one that was exported; the message says what differs."""
+
+
+def apply(model: torch.nn.Module, *, cuda_graph: bool = False, recorder: Recorder | None = None) -> torch.nn.Module:
+    """Let a model's verified calls run the kernels, and return the model.
+
+    The model's class, parameters and state_dict stay as they are. Parameters that one matrix product reads are moved next to each
+    other in memory, with the same values.
+
+    Args:
+        model: like the exported one, on its device.
+        cuda_graph: from the second call on the same cache on, replay the call as a CUDA graph.
+        recorder: records it; torch's CUDA graphs by default.
+
+    Raises:
+        ValueError: a graph is asked for, and the call grows a cache or the model is on no GPU.
+        ModelDiffers: another class, configuration, code, parameter or device than that of the export.
+    """
+    if cuda_graph and SETS:
+        raise ValueError("a call that grows its cache is another at every step: no CUDA graph holds it; use a static cache")
+    if cuda_graph and recorder is None and EXPECTED["device"] != "cuda":
+        raise ValueError(f"CUDA graphs need a GPU, and this package is for a {EXPECTED['device']}")
+    if _fused(model) is not None:
+        return model
+    if "forward" in vars(model):
+        raise ModelDiffers("its forward was replaced by somebody else: revert that first")
+    found = _facts.differences(EXPECTED, _facts.facts(model, EXPECTED["code"]))
+    if found:
+        shown = "".join(f"\n  {line}" for line in found[:10])
+        more = f"\n  and {len(found) - 10} more" if len(found) > 10 else ""
+        raise ModelDiffers(f"this model is not the one that {__package__} was exported from:{shown}{more}")
+    ops.prepare()
+    fused = FusedForward(model)
+    _join(model)
+    fused.guard = _Guard(model)
+    if cuda_graph:
+        tensors = [*model.parameters(), *model.buffers()]
+        fused.graphs = Graphs(recorder or CudaRecorder(), tensors, WRITTEN, fused.note)
+    model.forward = fused.method()
+    return model
+
+
+def revert(model: torch.nn.Module) -> torch.nn.Module:
+    """Give a model its own forward back; nothing happens to a model that has it."""
+    if _fused(model) is not None:
+        del model.forward
+        for name in JOINED:
+            parent, _, leaf = name.rpartition(".")
+            delattr(model.get_submodule(parent), leaf)
+    return model
+
+
+def fallbacks(model: torch.nn.Module) -> dict[str, int]:
+    """Return why calls ran the model's own forward, and how often."""
+    fused = _fused(model)
+    return dict(fused.fallbacks) if fused is not None else {}
+
+
+def _fused(model: torch.nn.Module) -> FusedForward | None:
+    found = getattr(vars(model).get("forward"), "__self__", None)
+    return found if isinstance(found, FusedForward) else None
+
+
+class FusedForward:
+    """Stands for a model's forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.original = model.forward
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(model.forward).parameters.values()
+        self.positions = tuple(one.name for one in parameters if one.kind in kinds)
+        self.defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+        self.constants = _constants(EXPECTED["device"], model)
+        self.fallbacks: Counter[str] = Counter()
+        self.guard: _Guard | None = None
+        self.graphs: Graphs | None = None
+
+    def method(self) -> Callable[..., Any]:
+        """Return what takes the forward's place: with its signature, since callers read that, and bound to this object."""
+
+        @functools.wraps(getattr(self.original, "__func__", self.original))
+        def forward(fused: FusedForward, *args: Any, **kwargs: Any) -> Any:
+            return fused.run(*args, **kwargs)
+
+        return MethodType(forward, self)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the kernels on a verified call, the model's own forward on any other."""
+        call = dict(zip(self.positions, args))
+        call.update(kwargs)
+        refusal = self._refusal(call, len(args))
+        if refusal:
+            if not torch.compiler.is_compiling():
+                self.fallbacks[refusal] += 1
+            return self.original(*args, **kwargs)
+        given = {name: call[name] for name in ARGUMENTS}
+        if self.graphs is None or torch.compiler.is_compiling():
+            return self.launched(given)
+        return self.graphs.run(given, {name: _objects.at(name, given) for name in TENSORS}, self.launched)
+
+    def launched(self, given: Mapping[str, Any]) -> Any:
+        """Run the kernels, one launch after the other."""
+        return forward(self.model, self.constants, **given)
+
+    def note(self, reason: str) -> None:
+        """Count a call that was not made as it was asked for."""
+        self.fallbacks[reason] += 1
+
+    def _refusal(self, call: dict[str, Any], count: int) -> str:
+        if torch.is_grad_enabled():
+            return "gradients are enabled: call it under torch.no_grad()"
+        if self.model.training:
+            return "the model is in train() mode"
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return "autocast is on"
+        if count > len(self.positions):
+            return "it has more positional arguments than the forward names"
+        is_compiling = torch.compiler.is_compiling()
+        for name, spec in OBJECTS.items():
+            if name not in call or not (is_compiling or _objects.is_like(spec, call[name])):
+                return f"`{name}` is of other classes or holds other values"
+        for name, laid in TENSORS.items():
+            value = _objects.at(name, call) if "." in name else call.get(name)
+            if not isinstance(value, torch.Tensor):
+                return f"`{name}` is no tensor"
+            if value.shape != laid.shape or value.dtype != laid.dtype or value.device.type != EXPECTED["device"]:
+                return f"`{name}` has other sizes, another dtype or another device"
+            if value.stride() != laid.stride:
+                return f"`{name}` has other strides"
+        if WRITTEN and not is_compiling and _share_memory(call):
+            return "tensors of the call share memory, and it writes into some of them"
+        for name, value in VALUES.items():
+            found = call.get(name, self.defaults.get(name, _MISSING))
+            if type(found) is not type(value) or found != value:
+                return f"`{name}` is not {value!r}"
+        for name, value in call.items():
+            if name not in ARGUMENTS and name not in VALUES and value is not self.defaults.get(name, _MISSING):
+                return f"`{name}` was not given when it was verified"
+        if not is_compiling and self.guard is not None:
+            return self.guard.change()
+        return ""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: a copy would go on calling this model."""
+        raise TypeError(f"revert the model before it is copied or pickled: {__package__}.revert(model)")
+
+
+def _share_memory(call: dict[str, Any]) -> bool:
+    addresses = {_objects.at(name, call).untyped_storage().data_ptr() for name in TENSORS}
+    return len(addresses) < len(TENSORS)
+
+
+class _Guard:
+    """A model as it was when the kernels were put in: submodules, hooks, dtypes, dropouts."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        parts = [module._modules for module in model.modules()]
+        self._parts, self._then = parts, [dict(one) for one in parts]
+        inner = [module for module in model.modules() if module is not model]
+        self._hooks = [table for one in inner for table in (one._forward_hooks, one._forward_pre_hooks)]
+        self._hook_count = sum(map(len, self._hooks))
+        self._tensors = [*model.parameters(), *model.buffers()]
+        self._kinds = [(one.dtype, one.device) for one in self._tensors]
+        self._dropouts = [one for one in model.modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
+
+    def change(self) -> str:
+        """Say what changed; empty where nothing did."""
+        if self._parts != self._then:
+            return "a submodule was replaced after apply"
+        if sum(map(len, self._hooks)) != self._hook_count:
+            return "a hook was added to a submodule after apply"
+        if [(one.dtype, one.device) for one in self._tensors] != self._kinds:
+            return "parameters have another dtype or device than at apply"
+        if any(one.training for one in self._dropouts):
+            return "a dropout is in train() mode"
+        return ""
+
+
+def _constants(device: str, model: torch.nn.Module) -> SimpleNamespace:
+    """Read what was computed once from no parameter, onto the model's device."""
+    path = Path(__file__).parent / "constants.pt"
+    found = torch.load(path, weights_only=True, map_location="cpu") if path.exists() else {}
+    own = next((one.device for one in (*model.parameters(), *model.buffers())), torch.device(device))
+    return SimpleNamespace(**{name: value.to(own) for name, value in found.items()})
+
+
+@torch.no_grad()
+def _join(model: torch.nn.Module) -> None:
+    """Lay parameters that one product reads one after the other, and keep a view of all of them as a buffer."""
+    for name, (rows, *sources) in JOINED.items():
+        tensors = [model.get_parameter(source) for source in sources]
+        whole = _view(tensors, rows)
+        if whole is None:
+            first = tensors[0].detach()
+            more = first.new_zeros((rows - sum(map(len, tensors)), *first.shape[1:]))
+            whole = torch.cat([*(tensor.detach() for tensor in tensors), more])
+            start = 0
+            for tensor in tensors:
+                tensor.data = whole[start : start + tensor.shape[0]]
+                start += tensor.shape[0]
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent).register_buffer(leaf, whole, persistent=False)
+
+
+def _view(tensors: list[torch.Tensor], rows: int) -> torch.Tensor | None:
+    """View tensors that lie one after the other as one of so many rows; None where they do not."""
+    first, place = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or tensor.data_ptr() != place or not tensor.is_contiguous():
+            return None
+        place += tensor.numel() * tensor.element_size()
+    if sum(map(len, tensors)) < rows:  # what lies after them may be anybody's
+        return None
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

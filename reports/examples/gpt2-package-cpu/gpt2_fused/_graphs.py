@@ -1,0 +1,180 @@
+"""CUDA graphs of one forward: recorded at the second call on the same memory, replayed at every later one.
+
+An exported package has a copy of this file. A graph reads and writes fixed addresses: parameters, and a cache's tensors. So there
+is one for each set of addresses. The call's own tensors are copied into memory of the graph before each replay, and results are
+copied out of it after it. Recording runs nothing, so a cache is written once for each call. The first call runs kernel by kernel,
+because it compiles and allocates what must not be in a graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+
+MOST_GRAPHS = 8
+"""Sets of addresses with a graph; calls on any others run kernel by kernel."""
+
+
+class Recorder(Protocol):
+    """Records what runs on a device."""
+
+    def is_recording(self) -> bool:
+        """Whether somebody records a graph around this call."""
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Record a function without running its kernels; return its output and what replays them."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs by torch."""
+
+    def is_recording(self) -> bool:
+        """Whether the current stream is recorded."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Record on a stream of its own.
+
+        Raises:
+            RuntimeError: something in it cannot be recorded.
+        """
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output = run()
+        return output, graph.replay
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """A graph with the memory that it reads and writes."""
+
+    call: dict[str, Any]
+    """The arguments that it was recorded with: copies, and objects whose tensors lie at the key's addresses."""
+    output: Any
+    replay: Callable[[], None]
+    kept: frozenset[int]
+    """Addresses of memory that outlives the graph: the model's, and what the call's objects hold."""
+
+
+class Graphs:
+    """The graphs of one model's forward.
+
+    Args:
+        recorder: records.
+        tensors: of the model: parameters and buffers.
+        written: paths of the call's tensors that the forward writes into.
+        note: is told why a call has no graph.
+    """
+
+    def __init__(
+        self, recorder: Recorder, tensors: Collection[torch.Tensor], written: Collection[str], note: Callable[[str], None]
+    ) -> None:
+        self._recorder = recorder
+        self._tensors = tensors
+        self._written = frozenset(written)
+        self._note = note
+        self._known: dict[tuple[int, ...], _Recorded | str] = {}
+        """By addresses: a graph, or why there is none; empty after the first call."""
+
+    def run(
+        self, call: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], forward: Callable[[Mapping[str, Any]], Any]
+    ) -> Any:
+        """Make a call, by a graph where there is one.
+
+        Args:
+            call: arguments by name.
+            tensors: of the call by path: ``input_ids``, ``cache.layers.0.keys``.
+            forward: makes the call launch by launch.
+        """
+        if self._recorder.is_recording():
+            return forward(call)
+        copied = [name for name in tensors if "." not in name and name not in self._written]
+        fixed = [tensor for name, tensor in tensors.items() if name not in copied]
+        key = tuple(tensor.data_ptr() for tensor in (*self._tensors, *fixed))
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST_GRAPHS:
+                self._note(f"no CUDA graph: {MOST_GRAPHS} other sets of caches have one")
+                return forward(call)
+            self._known[key] = ""
+            return forward(call)
+        if isinstance(known, str):
+            known = known or self._recorded(key, call, copied, forward)
+        if isinstance(known, str):
+            self._note(known)
+            return forward(call)
+        for name in copied:
+            known.call[name].copy_(call[name])
+        known.replay()
+        return _handed_out(known, call, copied)
+
+    def _recorded(
+        self, key: tuple[int, ...], call: Mapping[str, Any], copied: Collection[str], forward: Callable[[Mapping[str, Any]], Any]
+    ) -> _Recorded | str:
+        own = {**call, **{name: call[name].clone() for name in copied}}
+        try:
+            output, replay = self._recorder.record(lambda: forward(own))
+            held = [tensor for name, value in own.items() if name not in copied for tensor in _tensors_in(value)]
+            kept = frozenset(tensor.untyped_storage().data_ptr() for tensor in (*self._tensors, *held))
+            found: _Recorded | str = _Recorded(own, output, replay, kept)
+        except RuntimeError as error:  # nothing ran: the call can still be made
+            found = f"no CUDA graph: {str(error).partition(chr(10))[0]}"
+        self._known[key] = found
+        return found
+
+
+def _handed_out(recorded: _Recorded, call: Mapping[str, Any], copied: Collection[str]) -> Any:
+    """Return the output of a call: copies of what the graph wrote, which the next replay overwrites.
+
+    What is an argument, or a view of one, is the caller's own. Results that share memory share a copy.
+    """
+    given = {id(value): call[name] for name, value in recorded.call.items()}
+    of_caller = {recorded.call[name].untyped_storage().data_ptr(): call[name] for name in copied}
+    copies: dict[int, torch.Tensor] = {}
+
+    def handed(value: Any) -> Any:
+        if id(value) in given and not isinstance(value, _PLAIN):
+            return given[id(value)]
+        if not isinstance(value, torch.Tensor):
+            return value
+        address = value.untyped_storage().data_ptr()
+        if address in recorded.kept:
+            return value
+        if address in of_caller:
+            base = of_caller[address]
+            return base.as_strided(value.shape, value.stride(), base.storage_offset() + value.storage_offset())
+        if address not in copies:
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+            copies[address] = whole.clone()
+        made = torch.empty(0, dtype=value.dtype, device=value.device)
+        return made.set_(copies[address].untyped_storage(), value.storage_offset(), value.shape, value.stride())
+
+    return _mapped(recorded.output, handed)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an output with every leaf changed."""
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, change) for item in value))
+    if type(value) is dict:
+        return {name: _mapped(item, change) for name, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init}
+        return type(value)(**{name: _mapped(item, change) for name, item in fields.items() if item is not None})
+    return change(value)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value if isinstance(value, (list, tuple)) else list(vars(value).values()) if hasattr(value, "__dict__") else []
+    return [] if isinstance(value, type) else [tensor for item in inner for tensor in _tensors_in(item)]

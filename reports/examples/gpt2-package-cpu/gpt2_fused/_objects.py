@@ -1,0 +1,159 @@
+"""Objects among a call's arguments (a KV cache): what they hold, in plain values, and one made of that.
+
+An exported package has a copy of this file: a call is served where its objects hold what the exported call's held. Tensors are
+compared apart, by their paths: ``cache.layers.0.keys``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Unknown(TypeError):
+    """A value that cannot be described; the message is its path and its class."""
+
+
+def spec_of(path: str, value: Any) -> Any:
+    """Describe a value.
+
+    Args:
+        path: of it.
+        value: an object, a list, a tensor, a class, a dtype, a device or a plain value.
+
+    Raises:
+        Unknown: it holds something else, or itself.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return {"tensor": path}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return {type(value).__name__: [spec_of(f"{path}.{number}", item) for number, item in enumerate(value)]}
+    if isinstance(value, type):
+        return {"type": _name(value)}
+    if path.count(".") > _DEEPEST or callable(value) or not hasattr(value, "__dict__"):
+        raise Unknown(f"`{path}` is a {type(value).__name__}")
+    return {"class": _name(type(value)), "holds": {name: spec_of(f"{path}.{name}", item) for name, item in vars(value).items()}}
+
+
+_DEEPEST = 8
+"""An object that holds itself ends there."""
+
+
+def is_like(spec: Any, value: Any) -> bool:
+    """Whether a value is as a spec says; tensors are not compared.
+
+    Args:
+        spec: of another value.
+        value: any.
+    """
+    if not isinstance(spec, dict):
+        return type(value) is type(spec) and bool(value == spec)
+    if "tensor" in spec:
+        return isinstance(value, torch.Tensor)
+    if "class" in spec:
+        if _name(type(value)) != spec["class"]:
+            return False
+        holds, own = spec["holds"], vars(value)
+        return own.keys() == holds.keys() and all(is_like(item, own[name]) for name, item in holds.items())
+    for kind in (list, tuple):
+        if kind.__name__ in spec:
+            items = spec[kind.__name__]
+            return type(value) is kind and len(value) == len(items) and all(map(is_like, items, value))
+    try:
+        return bool(spec_of("", value) == spec)
+    except Unknown:
+        return False
+
+
+def made_of(spec: Any, tensor: Callable[[str], torch.Tensor], device: torch.device) -> Any:
+    """Make a value.
+
+    Args:
+        spec: of it.
+        tensor: returns the tensor of a path.
+        device: that takes the place of the described one.
+    """
+    if not isinstance(spec, dict):
+        return spec
+    (kind, content), *_ = spec.items()
+    if kind == "tensor":
+        return tensor(content)
+    if kind == "device":
+        return device
+    if kind == "dtype":
+        return getattr(torch, content)
+    if kind in ("list", "tuple"):
+        items = [made_of(item, tensor, device) for item in content]
+        return items if kind == "list" else tuple(items)
+    home, _, name = content.rpartition(".")
+    found = getattr(importlib.import_module(home), name)
+    if kind == "type":
+        return found
+    value = found.__new__(found)
+    vars(value).update({name: made_of(item, tensor, device) for name, item in spec["holds"].items()})
+    return value
+
+
+def objects_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path, object) for a value and every object in it.
+
+    Args:
+        path: of the value.
+        value: one that :func:`spec_of` describes.
+    """
+    if isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from objects_in(f"{path}.{number}", item)
+    elif not isinstance(value, (torch.Tensor, type)) and hasattr(value, "__dict__"):
+        yield path, value
+        for name, item in vars(value).items():
+            yield from objects_in(f"{path}.{name}", item)
+
+
+def at(path: str, call: dict[str, Any]) -> Any:
+    """Return what lies at a path of a call's arguments.
+
+    Args:
+        path: ``cache.layers.0.keys``.
+        call: the arguments by name.
+
+    Raises:
+        LookupError, AttributeError: there is nothing.
+    """
+    name, *parts = path.split(".")
+    found = call[name]
+    for part in parts:
+        found = found[int(part)] if isinstance(found, (list, tuple)) else getattr(found, part)
+    return found
+
+
+def tensors_in(spec: Any) -> Iterator[str]:
+    """Yield the path of every tensor.
+
+    Args:
+        spec: of a value.
+    """
+    if isinstance(spec, dict):
+        if "tensor" in spec:
+            yield spec["tensor"]
+        else:
+            yield from tensors_in(list(spec.get("holds", {}).values()))
+            yield from tensors_in(spec.get("list") or spec.get("tuple"))
+    elif isinstance(spec, list):
+        for item in spec:
+            yield from tensors_in(item)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,185 @@
+"""When a graph is recorded and replayed, what is copied, and what is the caller's own; on a CPU, by a fake recorder."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from fusion_advisor.export.copied.cuda_graphs import MOST_GRAPHS, CudaRecorder, Graphs
+
+
+class Cache:
+    """Counts in place, as a static cache writes."""
+
+    def __init__(self):
+        self.keys = torch.zeros(4)
+
+
+class Output(NamedTuple):
+    """Results of their own memory, views of one another, arguments, views of arguments, plain values."""
+
+    total: torch.Tensor
+    first: torch.Tensor
+    x: torch.Tensor
+    part: torch.Tensor
+    keys: torch.Tensor
+    cache: Any
+    name: str
+
+
+class Step:
+    """A forward that writes into its cache; while a fake records it, it computes into memory of the graph and counts nothing."""
+
+    def __init__(self):
+        self.weight = torch.full((4,), 2.0)
+        self.runs = 0
+
+    def __call__(self, call):
+        self.runs += 1
+        call["cache"].keys.add_(1)
+        total = call["x"] * self.weight + call["cache"].keys
+        return Output(total, total[:2], call["x"], call["x"][1:3], call["cache"].keys[:3], call["cache"], "step")
+
+
+class FakeRecorder:
+    """Records as a GPU does: recording changes no cache, and a replay writes into the memory of the recorded results."""
+
+    def __init__(self, *, refusal=""):
+        self.refusal = refusal
+        self.replays = 0
+        self.is_inside = False
+
+    def is_recording(self):
+        return self.is_inside
+
+    def record(self, run):
+        if self.refusal:
+            raise RuntimeError(f"{self.refusal}\nmore")
+        output = run()
+        output.cache.keys.sub_(1)
+        output.total.fill_(float("nan"))  # recording computes nothing
+
+        def replay():
+            self.replays += 1
+            output.total.copy_(run().total)
+
+        return output, replay
+
+
+def setup(**options):
+    step, recorder, notes = Step(), FakeRecorder(**options), []
+    graphs = Graphs(recorder, [step.weight], ["cache.keys"], notes.append)
+
+    def run(cache, x):
+        return graphs.run({"cache": cache, "x": x}, {"cache.keys": cache.keys, "x": x}, step)
+
+    return step, recorder, notes, run
+
+
+def test_the_second_call_is_recorded_and_every_call_writes_its_cache_once():
+    _, recorder, notes, run = setup()
+    cache = Cache()
+    for number in range(1, 5):
+        x = torch.full((4,), float(number))
+        found = run(cache, x)
+        assert torch.equal(found.total, 2 * x + number)
+        assert torch.equal(cache.keys, torch.full((4,), float(number)))
+        assert recorder.replays == max(0, number - 1)
+    assert notes == []
+
+
+def test_results_are_copies_and_arguments_are_the_callers():
+    _, recorder, _, run = setup()
+    cache = Cache()
+    run(cache, torch.ones(4))
+    earlier = run(cache, torch.ones(4))
+    kept = earlier.total.clone()
+    x = torch.arange(4.0)
+    found = run(cache, x)
+    assert recorder.replays == 2
+    assert torch.equal(earlier.total, kept)
+    assert found.x is x
+    assert found.part.data_ptr() == x[1:].data_ptr()
+    assert torch.equal(found.part, x[1:3])
+    assert found.cache is cache
+    assert found.keys.data_ptr() == cache.keys.data_ptr()
+    assert found.first.data_ptr() == found.total.data_ptr()
+    assert found.name == "step"
+
+
+def test_another_cache_has_a_graph_of_its_own_and_the_first_keeps_its():
+    _, recorder, _, run = setup()
+    caches = [Cache(), Cache()]
+    for _ in range(3):
+        for cache in caches:
+            run(cache, torch.ones(4))
+    assert recorder.replays == 4
+    assert all(torch.equal(cache.keys, torch.full((4,), 3.0)) for cache in caches)
+
+
+def test_another_object_with_the_same_tensors_is_handed_back():
+    _, recorder, _, run = setup()
+    cache, twin = Cache(), Cache()
+    twin.keys = cache.keys
+    run(cache, torch.ones(4))
+    run(cache, torch.ones(4))
+    assert run(twin, torch.ones(4)).cache is twin
+    assert recorder.replays == 2
+
+
+def test_a_parameter_that_moved_is_another_graph():
+    step, recorder, _, run = setup()
+    cache = Cache()
+    for _ in range(2):
+        run(cache, torch.ones(4))
+    step.weight.data = torch.full((4,), 5.0)
+    found = run(cache, torch.ones(4))
+    assert recorder.replays == 1
+    assert torch.equal(found.total, torch.full((4,), 8.0))
+
+
+def test_what_cannot_be_recorded_runs_kernel_by_kernel_and_is_counted():
+    _, recorder, notes, run = setup(refusal="not permitted")
+    cache = Cache()
+    for number in range(1, 4):
+        assert torch.equal(run(cache, torch.ones(4)).total, torch.full((4,), 2.0 + number))
+    assert notes == ["no CUDA graph: not permitted"] * 2
+    assert recorder.replays == 0
+
+
+def test_inside_somebodys_recording_nothing_is_recorded():
+    step, recorder, _, run = setup()
+    cache = Cache()
+    recorder.is_inside = True
+    for _ in range(3):
+        run(cache, torch.ones(4))
+    assert (step.runs, recorder.replays) == (3, 0)
+
+
+def test_so_many_caches_have_graphs():
+    _, recorder, notes, run = setup()
+    caches = [Cache() for _ in range(MOST_GRAPHS + 1)]
+    for _ in range(2):
+        for cache in caches:
+            run(cache, torch.ones(4))
+    assert recorder.replays == MOST_GRAPHS
+    assert len(notes) == 2
+    assert torch.equal(caches[-1].keys, torch.full((4,), 2.0))
+
+
+@pytest.mark.gpu
+def test_torch_records_what_the_fake_stands_for():
+    step, notes = Step(), []
+    step.weight = step.weight.cuda()
+    graphs = Graphs(CudaRecorder(), [step.weight], ["cache.keys"], notes.append)
+    cache = Cache()
+    cache.keys = cache.keys.cuda()
+    for number in range(1, 6):
+        x = torch.full((4,), float(number), device="cuda")
+        found = graphs.run({"cache": cache, "x": x}, {"cache.keys": cache.keys, "x": x}, step)
+        assert torch.equal(found.total, 2 * x + number)
+        assert found.x is x
+    assert step.runs == 2  # launched, recorded; then replayed
+    assert notes == []

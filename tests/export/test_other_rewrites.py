@@ -1,0 +1,124 @@
+"""What a package holds of rewrites that make no kernel of a chain: linears, epilogues, padded GEMMs and layout copies."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from fusion_advisor.codegen.common.interface import Header
+from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
+from fusion_advisor.export.expressions import Printer
+from fusion_advisor.export.kernel_ops import KernelOps, with_copies
+from fusion_advisor.export.linear_ops import linear_op, why_not
+from fusion_advisor.export.package import files_of_ops
+from fusion_advisor.files.whole_folder import write_folder
+from fusion_advisor.fuse.decide.session import BuiltLinear, LinearSource
+from fusion_advisor.fuse.passes.gemm_epilogue import EpilogueCall
+from fusion_advisor.fuse.rewrite import layout_copy
+from fusion_advisor.records import TensorMeta
+from fusion_advisor.verify.check_chain import layout_of
+from tests.export import models
+
+aten = torch.ops.aten
+HEADER = Header(title="rmsnorm_linear", summary="a linear", origin="generated")
+NORMED = GemvProblem(m=1, n=24, k=64, dtype="float32", has_norm=True, has_residual=True)
+GATED = GemvProblem(m=3, n=16, k=32, dtype="float16", has_bias=True, is_gated=True)
+FMA = GemvConfig(form="triton_fma", rows=16, warps=4, block_k=32, stages=2)
+DOT = GemvConfig(form="triton_dot", rows=16, warps=4, block_k=32, stages=2)
+
+
+def meta(shape, dtype):
+    return TensorMeta(shape=shape, stride=torch.empty(shape, device="meta").stride(), dtype=dtype, device="cpu")
+
+
+def op_of(problem, config, taken=(), leading=(1,)):
+    source = LinearSource(problem=problem, config=config, header=HEADER)
+    wide = ("x", "residual", "out")
+    metas = [meta((*leading, *shape) if name in wide else shape, problem.dtype) for name, shape in problem.operands]
+    return linear_op(source, "G1", metas, taken)
+
+
+def test_linears_and_copies_are_right_as_ops_of_a_package(tmp_path):
+    first = op_of(NORMED, FMA)
+    second = op_of(GATED, DOT, {first.name})
+    graph = Graph()
+    part = torch.randn(8, 104)[:, :97]
+    graph.call_function(layout_copy.build(layout_of(part), "cpp").again("pad-gemm"), (graph.placeholder("x"),))
+    ops = with_copies(KernelOps(ops=(first, second), by_call={}), graph).ops
+    assert len({op.name for op in ops}) == 3
+    write_folder(files_of_ops(ops, "some_ops", "cpu"), tmp_path / "some_ops", force=False)
+    command = [sys.executable, str(Path(__file__).with_name("run_ops.py")), str(tmp_path / "some_ops"), "some_ops"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert list(errors) == [op.name for op in ops]
+    assert all(found <= limit for found, limit in errors.values()), errors
+
+
+def test_a_cuda_linear_is_launched_over_the_weights_rows():
+    op = op_of(NORMED, GemvConfig(form="cuda_fma", rows=16, warps=2, unroll=1))
+    (launch,) = eval(op.launch["launches"])
+    assert (launch["grid"], launch["block"], launch["integers"]) == ((2, 1, 1), (64, 1, 1), ())
+    assert op.file.endswith(".cu")
+    assert op.rendered.entry in op.rendered.source
+    assert [name for name, _ in op.inputs] == ["x", "norm_weight", "weight", "residual"]
+
+
+@pytest.mark.parametrize(("form", "is_held"), [("cuda_wgmma", False), ("cuda_mma", True), ("triton_dot", True)])
+def test_a_linear_with_tensor_maps_is_left_out(form, is_held):
+    source = LinearSource(problem=GATED, config=GemvConfig(form=form), header=HEADER)
+    assert (why_not(BuiltLinear(id="G1", sites=(), source=source)) == "") is is_held
+
+
+@pytest.mark.parametrize("is_linear", [True, False])
+@pytest.mark.parametrize("use_gelu", [True, False])
+def test_an_epilogue_is_printed_as_what_it_calls(is_linear, use_gelu):
+    x, bias = torch.randn(2, 3, 8) if is_linear else torch.randn(6, 8), torch.randn(5)
+    weight = torch.randn(5, 8) if is_linear else torch.randn(8, 5)
+    shape = (2, 3, 5) if is_linear else (6, 5)
+    call = EpilogueCall("linear_relu", shape, use_gelu=use_gelu, is_linear=is_linear)
+    graph = Graph()
+    node = graph.call_function(call, tuple(graph.placeholder(name) for name in ("x", "weight", "bias")))
+    text = Printer(KernelOps(ops=(), by_call={}), "x.device").expression(node, lambda one: one.name)
+    found = eval(text, {"aten": aten, "x": x, "weight": weight, "bias": bias})
+    assert torch.equal(found, call(x, weight, bias))
+    assert found.shape == shape
+
+
+def padded():
+    """A bf16 GPT-2 whose head has an odd width, and room after its weight."""
+    model, inputs = models.gpt2(layers=1)
+    model = model.to(torch.bfloat16)
+    weight = model.lm_head.weight
+    room = torch.zeros(104, 64, dtype=torch.bfloat16)[:97]
+    weight.data = room.copy_(weight.data)
+    return model, inputs
+
+
+@torch.no_grad()
+def test_a_padded_gemm_is_in_the_package(tmp_path, monkeypatch):
+    model, inputs, fused = models.fused(padded)
+    assert "pad-gemm" in {row.id for row in fused.report.rewrites if row.status == "kept"}
+    right = fused(**inputs).logits
+    assert fused.export(tmp_path / "padded_head") == ()
+    fused.revert()
+    monkeypatch.syspath_prepend(tmp_path / "padded_head")
+    package = importlib.import_module("padded_head")
+    own, names, address = model(**inputs).logits, list(model.state_dict()), model.lm_head.weight.data_ptr()
+    package.apply(model)
+    assert torch.equal(model(**inputs).logits, right)
+    assert package.fallbacks(model) == {}
+    assert list(model.state_dict()) == names
+    assert model.lm_head.weight.data_ptr() != address  # another's memory may follow it there
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.transformer.wte.padded_weight.shape == (104, 64)
+    package.revert(model)
+    assert not hasattr(model.transformer.wte, "padded_weight")
+    assert torch.equal(model(**inputs).logits, own)
