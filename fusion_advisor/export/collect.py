@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -30,6 +30,8 @@ from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
 from fusion_advisor.workload.device import current_device
 from fusion_advisor.workload.load import LoadedWorkload
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +68,27 @@ def rewritten(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
         PlanMismatch: the model gives another graph than that of the run, or a kernel's numbers do not pass any more.
         CannotExport: the call is several graphs.
     """
+    return in_its_place(loaded, saved, lambda: _collected(loaded, saved))
+
+
+def in_its_place(loaded: LoadedWorkload, saved: SavedPlan, work: Callable[[], Found]) -> Found:
+    """Do something with a plan on its model's device, and leave the model and its call as they were.
+
+    Args:
+        loaded: the model and the call of the run.
+        saved: the plan.
+        work: to be done.
+
+    Raises:
+        PlanMismatch: the model is on a device of another kind than the run's.
+    """
     kind = torch.device(loaded.record.device).type
     wanted = saved.capture.environment.device_kind
     if kind != wanted:
         raise PlanMismatch(run=saved.run_dir.name, detail=f"it was made on {wanted}, this is {kind}")
     device = torch.device(loaded.record.device)
     with current_device(device), collector_paused(), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
-        return in_one_piece(lambda: _collected(loaded, saved))
+        return in_one_piece(work)
 
 
 def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from pathlib import Path
 
 from fusion_advisor.errors import LicenceForbids, NothingToExport
@@ -11,9 +10,8 @@ from fusion_advisor.export.collect import is_kept, rewritten
 from fusion_advisor.export.package import files_of
 from fusion_advisor.export.printed import printed
 from fusion_advisor.files.whole_folder import refuse_existing, write_folder
-from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
-from fusion_advisor.records import Capture, Report, Status
-from fusion_advisor.records.serialize import write_capture, write_report
+from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.records import Status
 from fusion_advisor.workload.load import LoadedWorkload
 
 _PASSED_ON = (
@@ -68,25 +66,6 @@ def export_package(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, fo
     found = printed(loaded, rewritten(loaded, saved))
     write_folder(files_of(found, saved.report, package_name(folder)), folder, force=force)
     return found.left_out
-
-
-def export_run(loaded: LoadedWorkload, capture: Capture, report: Report, folder: Path, *, force: bool = False) -> tuple[str, ...]:
-    """Write a package with what a run of this process kept; see :func:`export_package`.
-
-    Args:
-        loaded: the model of the run, and its call.
-        capture: of the run.
-        report: of the run.
-        folder: of the package.
-        force: replace what is there.
-
-    Returns:
-        sentences about kept rewrites that the package does not have.
-    """
-    with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as run_dir:
-        write_capture(capture, Path(run_dir) / "capture.json.gz")
-        write_report(report, Path(run_dir) / "report.json")
-        return export_package(loaded, load_plan(run_dir), folder, force=force)
 
 
 def package_name(folder: Path) -> str:
