@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from fusion_advisor.errors import UsageError
 
-PACKAGE, PATCH = "package", "patch"
+PACKAGE, PT2, PATCH = "package", "pt2", "patch"
 FORMATS: Mapping[str, str] = {
     PACKAGE: "a Python package",
+    PT2: "an AOTInductor package, compiled ahead of time",
     PATCH: "a diff against the model's own source",
 }
 """What each format is."""

@@ -66,7 +66,7 @@ def test_gpt2s_gelu_in_a_copy_of_transformers(tmp_path):
         asked = x.clone().requires_grad_()
         new(asked).sum().backward()
         assert asked.grad is not None
-        assert torch.equal(new(x.to("meta")), own(x.to("meta"))) or new(x.to("meta")).is_meta
+        assert new(x.to("meta")).is_meta  # another device
         assert counter.served == 1
 
 
@@ -111,7 +111,7 @@ def test_llamas_rmsnorm_in_a_copy_of_transformers(tmp_path):
         model.norm.weight.uniform_(0.5, 2)
     fused = fusion_advisor.apply(model, {"x": x}, **QUICK)
     with torch.no_grad():
-        expected = fused(x)
+        expected = fused(x=x)
     fused.export(tmp_path / "normed", format="patch")
     fused.revert()
     path = "transformers/models/llama/modeling_llama.py"
@@ -123,7 +123,7 @@ def test_llamas_rmsnorm_in_a_copy_of_transformers(tmp_path):
             new = module.LlamaRMSNorm(64, eps=1e-6)
             new.load_state_dict(own.state_dict())
             model.norm = new
-            assert torch.equal(model(x), expected)
+            assert torch.equal(model(x=x), expected)
             assert counter.served == 1
             assert torch.equal(new(x[:2]), own(x[:2]))
             other = module.LlamaRMSNorm(64, eps=1e-3)  # the kernel holds 1e-6
@@ -165,7 +165,7 @@ def test_the_exported_tests_of_the_kernels_pass(tmp_path):
     assert " passed" in done.stdout
 
 
-USERS = '''
+USERS = """
 import torch
 
 
@@ -184,7 +184,7 @@ class Mine(torch.nn.Module):
 def make():
     torch.manual_seed(0)
     return Mine().eval(), {"x": torch.randn(64, 32)}
-'''
+"""
 
 
 def test_a_users_file_and_its_constants(tmp_path, monkeypatch):
