@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from fusion_advisor.errors import UsageError
 
-PACKAGE, PT2, PATCH = "package", "pt2", "patch"
+PACKAGE, KERNELS, PT2, PATCH = "package", "kernels", "pt2", "patch"
 FORMATS: Mapping[str, str] = {
     PACKAGE: "a Python package",
+    KERNELS: "a repository for Hugging Face's kernels library",
     PT2: "an AOTInductor package, compiled ahead of time",
     PATCH: "a diff against the model's own source",
 }

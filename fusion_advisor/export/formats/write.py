@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fusion_advisor.export.export import export_package
-from fusion_advisor.export.formats.names import PACKAGE, PATCH, PT2, known_format
+from fusion_advisor.export.formats.names import KERNELS, PACKAGE, PATCH, PT2, known_format
+from fusion_advisor.export.hub_kernels.repository import export_kernels
 from fusion_advisor.export.patch.patch import export_patch
 from fusion_advisor.export.pt2.pt2 import export_pt2
 from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
@@ -15,7 +16,9 @@ from fusion_advisor.records import Capture, Report
 from fusion_advisor.records.serialize import write_capture, write_report
 from fusion_advisor.workload.load import LoadedWorkload
 
-_WRITERS: Mapping[str, Callable[..., tuple[str, ...]]] = {PACKAGE: export_package, PT2: export_pt2, PATCH: export_patch}
+_WRITERS: Mapping[str, Callable[..., tuple[str, ...]]] = {
+    PACKAGE: export_package, KERNELS: export_kernels, PT2: export_pt2, PATCH: export_patch,
+}  # fmt: skip
 
 
 def write_plan(

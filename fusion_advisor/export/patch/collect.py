@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph.fx_nodes import is_idle_dropout, module_path
 from fusion_advisor.codegen.registry import backend
-from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops
+from fusion_advisor.export.kernel_ops import KernelOp, KernelOps, kernel_ops
 from fusion_advisor.export.patch.express import Expressed, SiteOps, express
 from fusion_advisor.export.patch.frames import Frame, NotExpressed, SharedCall, frames_of, shared_call
 from fusion_advisor.export.patch.observe import Observed, Watched, observe
@@ -38,6 +38,7 @@ class PatchSite:
         statements: that compute it.
         expressed: how.
         reason: why it is not expressed; empty where it is.
+        op: its kernel; None where it cannot be an op.
     """
 
     fusion_id: str
@@ -47,6 +48,7 @@ class PatchSite:
     statements: Statements | None = None
     expressed: Expressed | None = None
     reason: str = ""
+    op: KernelOp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def _site(
 ) -> PatchSite:  # fmt: skip
     op = ops.of(site.call)
     assert op is not None
-    bare = PatchSite(fusion_id=site.fusion_id, kernel=fusion.planned.match.kernel or op.name, module=_module(bench, site))
+    bare = PatchSite(fusion_id=site.fusion_id, kernel=fusion.planned.match.kernel or op.name, module=_module(bench, site), op=op)
     if place is None:
         return replace(bare, reason=reason)
     if seen is None:

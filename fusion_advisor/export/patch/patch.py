@@ -7,6 +7,7 @@ import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fusion_advisor.capture.graph.fx_nodes import relative_path
 from fusion_advisor.errors import CannotExport
@@ -71,7 +72,7 @@ def export_patch(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, forc
     places, left_out = places_of(sites)
     if not places:
         raise CannotExport(detail=f"no kept chain can be expressed in the model's source. {left_out[0]}")
-    left_out = (*left_out, *_other_rewrites(saved))
+    left_out = (*left_out, *other_rewrites(saved))
     write_folder(_files(places, left_out, saved, name), folder, force=force)
     return left_out
 
@@ -135,8 +136,12 @@ def _shown(file: str) -> str:
     return Path(path).name if Path(path).is_absolute() else path
 
 
-def _other_rewrites(saved: SavedPlan) -> tuple[str, ...]:
-    """Return a sentence for each kept rewrite that is no kernel of a chain."""
+def other_rewrites(saved: SavedPlan) -> tuple[str, ...]:
+    """Return a sentence for each kept rewrite that is no kernel of a chain.
+
+    Args:
+        saved: the plan.
+    """
     rows = [f"{row.id} {row.kernel}: kernels of linear layers are not exported" for row in saved.linears]
     return (*rows, *(f"{row.id} ({row.name}): it is no kernel of a chain" for row in saved.rewrites.values()))
 
@@ -144,26 +149,13 @@ def _other_rewrites(saved: SavedPlan) -> tuple[str, ...]:
 def _files(places: Sequence[PatchedPlace], left_out: Sequence[str], saved: SavedPlan, name: str) -> dict[str, bytes]:
     ops: dict[str, KernelOp] = {one.op.name: one.op for place in places for one in place.variants}
     context = ops_context(list(ops.values()), saved.report, name)
-    roots: dict[str, str] = {}
     patches = []
     for path in dict.fromkeys(place.path for place in places):
         own = [place for place in places if place.path == path]
         file = own[0].sites[0].file
-        roots[path] = file
         before = _text(file)
         patches.append(diff(path, before, edited(before, [place.edit for place in own], name)))
-    context |= {
-        "places": [
-            {
-                "name": place.name, "path": place.path, "function": place.edit.statements.function.name,
-                "first": place.edit.statements.first_line, "last": place.edit.statements.last_line,
-                "variants": [variant_lines(one) for one in place.variants], "fusions": sorted({s.fusion_id for s in place.sites}),
-                "sites": len(place.sites), "reads": ", ".join(place.edit.statements.reads),
-            }
-            for place in places
-        ],
-        "left_out": left_out,
-    }  # fmt: skip
+    context |= {"places": places_context(places), "left_out": left_out, "below": ""}
     files = {
         f"{name}.patch": "".join(patches).encode(),
         "README.md": rendered("export/patch/README.md", context),
@@ -176,6 +168,23 @@ def _files(places: Sequence[PatchedPlace], left_out: Sequence[str], saved: Saved
     }
     files |= {f"tests/references/{op.name}.py": op.reference.encode() for op in ops.values()}
     return files | kernel_files(list(ops.values()), context, f"{name}/")
+
+
+def places_context(places: Sequence[PatchedPlace]) -> list[dict[str, Any]]:
+    """Return what the template of ``sites.py`` prints for each place.
+
+    Args:
+        places: of the package.
+    """
+    return [
+        {
+            "name": place.name, "path": place.path, "function": place.edit.statements.function.name,
+            "first": place.edit.statements.first_line, "last": place.edit.statements.last_line,
+            "variants": [variant_lines(one) for one in place.variants], "fusions": sorted({one.fusion_id for one in place.sites}),
+            "sites": len(place.sites), "reads": ", ".join(place.edit.statements.reads),
+        }
+        for place in places
+    ]  # fmt: skip
 
 
 def _text(file: str) -> str:

@@ -129,8 +129,8 @@ def _agreement(made: Path, place: Path, outputs: Mapping[str, torch.Tensor], eag
     if worst > max(2 * own, _FLOORS.get(dtype, 2e-2)):
         raise CannotExport(detail=f"its compiled results differ from the fused model's by {worst:.1e}, eager's by {own:.1e}")
     return (
-        f"Its results differ from the fused model's by {worst:.1e} (norm of the difference), eager's by {own:.1e}. The kernels are"
-        " the same; Inductor compiles the other ops in its own way."
+        f"Its results differ from the fused model's by {worst:.1e} (norm of the difference), eager's by {own:.1e}."
+        " The kernels are the same; Inductor compiles the other ops in its own way."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from fusion_advisor.errors import CannotExport
+from fusion_advisor.runtime.torch_internals.dispatcher import forget_ops
 
 
 class NamedCall(nn.Module):
@@ -58,9 +58,11 @@ def imported(folder: Path, name: str) -> Iterator[Any]:
         yield importlib.import_module(name)
     finally:
         sys.path.remove(str(folder))
+        launch = sys.modules.get(f"{name}._launch")
+        if launch is not None:
+            forget_ops(launch.LIBRARY)
         for module in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
             del sys.modules[module]
-        gc.collect()  # the ops go with the library that defined them
 
 
 def traced(package: Any, model: nn.Module, tensors: Mapping[str, torch.Tensor], values: Mapping[str, object]) -> Any:

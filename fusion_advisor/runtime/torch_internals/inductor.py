@@ -37,12 +37,17 @@ def empty_compile_caches() -> contextlib.AbstractContextManager[Any]:
     return context
 
 
-def missing_for_packages() -> str:
-    """Return what this torch lacks to compile a model into a package and to register C++ ops by a stable ABI; empty: nothing."""
+def missing_for_packages(inductor: object | None = None, include: Path | None = None) -> str:
+    """Return what a torch lacks to compile a model into a package and to register C++ ops by a stable ABI; empty: nothing.
+
+    Args:
+        inductor: its module; None: this torch's.
+        include: folder of its headers; None: this torch's.
+    """
     import torch._inductor
 
-    header = Path(torch.__file__).parent / "include/torch/csrc/stable/library.h"
-    if not hasattr(torch._inductor, "aoti_compile_and_package"):
+    header = (include or Path(torch.__file__).parent / "include") / "torch/csrc/stable/library.h"
+    if not hasattr(inductor or torch._inductor, "aoti_compile_and_package"):
         return "AOTInductor packages (torch 2.6)"
     # 2.10 gave the stable ABI the number of threads and a boxing of functions with several results.
     if not header.is_file() or "TORCH_BOX" not in header.read_text(encoding="utf-8"):

@@ -1,4 +1,4 @@
-"""A patch puts the kernels into a copy of the model's source: the same bits as the fused model, and the original for any other call."""
+"""A patch puts the kernels into a copy of the model's source: the fused model's bits, and the original for any other call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def counted(module, package, name):
 
 
 def test_gpt2s_gelu_in_a_copy_of_transformers(tmp_path):
-    model, inputs, fused = models.fused(models.gpt2)
+    _, _, fused = models.fused(models.gpt2)
     left_out = fused.export(tmp_path / "gpt2", format="patch")
     assert any("add_layernorm" in line and "branch or a loop" in line for line in left_out)
     fused.revert()

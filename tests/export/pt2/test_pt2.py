@@ -93,8 +93,11 @@ def test_a_kernel_that_python_launches_is_named(backend, suffix):
 def test_a_compiler_that_fails_leaves_nothing(tmp_path, monkeypatch):
     model = Small().eval()
     _, _, fused = models.fused(lambda: (model, {"x": torch.randn(16, 32)}))
-    monkeypatch.setenv("CXX", "false")
+    compiler = tmp_path / "cxx"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *ops.cpp*) echo \'error: no such header\' >&2; exit 1;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(CannotExport, match="its op library does not work"):
         fused.export(tmp_path / "small", format="pt2")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [compiler]
     fused.revert()
