@@ -119,7 +119,8 @@ class InPlace:
 
         Args:
             path: folder of the export; a package is named after it.
-            format: ``package`` (a Python package) or ``patch`` (a diff against the model's own source).
+            format: ``package``, ``kernels`` (for Hugging Face's library), ``pt2`` (AOTInductor) or ``patch`` (of the model's
+                own source).
             force: replace a folder that is there.
 
         Returns:

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-from kernels import LocalLayerRepository, Mode, get_local_kernel, kernelize, use_kernel_forward_from_hub, use_kernel_mapping
-
 from transformers.activations import GELUActivation, NewGELUActivation
 
+from kernels import LocalLayerRepository, Mode, get_local_kernel, kernelize, use_kernel_forward_from_hub, use_kernel_mapping
 from tests.export import models
 
 CLASSES = {"NewGELU": NewGELUActivation, "GeLU": GELUActivation}
