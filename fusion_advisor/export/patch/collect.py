@@ -99,39 +99,49 @@ def patch_sites(loaded: LoadedWorkload, saved: SavedPlan) -> list[PatchSite]:
         for one in writing for site in one.sites
     ]  # fmt: skip
     sites = [(one, site) for one in restored.plan.fusions if one not in writing for site in one.sites]
-    places: dict[int, _Place] = {}
+    places: dict[int, list[_Place]] = {}
     reasons: dict[int, str] = {}
     trees: dict[str, ast.Module] = {}
     for number, (_, site) in enumerate(sites):
         try:
-            places[number] = _place(bench, site, trees)
+            places[number] = _places(bench, site, trees)
         except NotExpressed as reason:
             reasons[number] = str(reason)
-    seen = observe(loaded, {number: Watched(one.file, one.statements, one.module) for number, one in places.items()})
+    watched = {
+        2 * number + way: Watched(one.file, one.statements, one.module)
+        for number, ways in places.items()
+        for way, one in enumerate(ways)
+    }
+    observed = observe(loaded, watched)
     restored.live.written.restore()
     for number, (fusion, site) in enumerate(sites):
-        found.append(_site(bench, ops, fusion, site, places.get(number), seen.get(number), reasons.get(number, "")))
+        ways = [(one, observed.get(2 * number + way)) for way, one in enumerate(places.get(number, ()))]
+        found.append(_site(bench, ops, fusion, site, ways, reasons.get(number, "")))
     return sorted(found, key=lambda one: int(one.fusion_id[1:]) if one.fusion_id[1:].isdigit() else 0)
 
 
 def _site(
-    bench: Bench, ops: KernelOps, fusion: BuiltFusion, site: SiteRewrite, place: _Place | None, seen: Observed | None, reason: str
+    bench: Bench, ops: KernelOps, fusion: BuiltFusion, site: SiteRewrite, ways: Sequence[tuple[_Place, Observed | None]],
+    reason: str,
 ) -> PatchSite:  # fmt: skip
+    """Return a site by the first of its places that computes it."""
     op = ops.of(site.call)
     assert op is not None
     bare = PatchSite(fusion_id=site.fusion_id, kernel=fusion.planned.match.kernel or op.name, module=_module(bench, site), op=op)
-    if place is None:
-        return replace(bare, reason=reason)
-    if seen is None:
-        return replace(bare, reason=f"its ops lie in several calls of {place.statements.function.name}, one after the other")
     region = bench.ops[site.members[0]].region
     chain = original_chain(bench.ops, bench.index_of[region], site.members, site.inputs, site.outputs)
     given = tuple(bench.ops[index] for index in site.inputs)
-    try:
-        expressed = express(op, SiteOps(chain=chain, given=given, module=place.module), place.statements, seen)
-    except NotExpressed as why:
-        return replace(bare, reason=str(why))
-    return replace(bare, file=place.file, statements=place.statements, expressed=expressed)
+    for place, seen in ways:
+        if seen is None:
+            reason = f"its ops lie in several calls of {place.statements.function.name}, one after the other"
+            continue
+        try:
+            expressed = express(op, SiteOps(chain=chain, given=given, module=place.module), place.statements, seen)
+        except NotExpressed as why:
+            reason = str(why)
+            continue
+        return replace(bare, file=place.file, statements=place.statements, expressed=expressed)
+    return replace(bare, reason=reason)
 
 
 def _module(bench: Bench, site: SiteRewrite) -> str:
@@ -144,23 +154,31 @@ def _module(bench: Bench, site: SiteRewrite) -> str:
     return ".".join(shared)
 
 
-def _place(bench: Bench, site: SiteRewrite, trees: dict[str, ast.Module]) -> _Place:
-    """Return the statements whose ops are those of a site, and the module that they run in."""
+def _places(bench: Bench, site: SiteRewrite, trees: dict[str, ast.Module]) -> list[_Place]:
+    """Return the statements whose ops are a site's: a whole function that ends with them, and the fewest that hold them."""
     index_of = bench.index_of[bench.ops[site.members[0]].region]
     frames = {node: frames_of(node) for node in index_of if node.op == "call_function"}
     members = set(site.members)
     shared = shared_call([frames[node] for node, index in index_of.items() if index in members and node in frames])
     if shared.file not in trees:
         trees[shared.file] = _parsed(shared.file)
-    statements = find_statements(trees[shared.file], shared.function, shared.lines)
     module = _module(bench, site)
-    others = _others(bench, index_of, frames, shared, statements, members, module)
+    fewest = find_statements(trees[shared.file], shared.function, shared.lines)
+    others = _others(bench, index_of, frames, shared, fewest, members, module)
     if others:
         name = bench.ops[others[0]].target.removeprefix("aten.").partition(".")[0]
-        where = f"lines {statements.first_line} to {statements.last_line}" if len(statements.body) > 1 else (
-            f"line {statements.first_line}")  # fmt: skip
-        raise NotExpressed(f"{where} of {Path(shared.file).name} also compute {name}, which is no op of the chain")
-    return _Place(shared.file, statements, module)
+        where = f"lines {fewest.first_line} to {fewest.last_line}" if len(fewest.body) > 1 else f"line {fewest.first_line}"
+        verb = "also compute" if len(fewest.body) > 1 else "also computes"
+        raise NotExpressed(f"{where} of {Path(shared.file).name} {verb} {name}, which is no op of the chain")
+    found = [_Place(shared.file, fewest, module)]
+    if fewest.is_return:
+        try:
+            whole = find_statements(trees[shared.file], shared.function, shared.lines, from_start=True)
+        except NotExpressed:
+            return found
+        if whole.body != fewest.body and not _others(bench, index_of, frames, shared, whole, members, module):
+            found.insert(0, _Place(shared.file, whole, module))
+    return found
 
 
 def _others(
@@ -175,7 +193,9 @@ def _others(
             continue
         path = module_path(node)
         is_inside = not module or path == module or path.startswith(f"{module}.")
-        if is_inside and bench.ops[index].op_class not in (OpClass.VIEW, OpClass.INPUT):
+        op = bench.ops[index]
+        is_view = op.op_class in (OpClass.VIEW, OpClass.INPUT) or (op.alias_of is not None and not op.mutates)
+        if is_inside and not is_view:
             found.append(index)
     return found
 

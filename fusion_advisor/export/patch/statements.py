@@ -51,13 +51,14 @@ class Statements:
         return isinstance(self.body[-1], ast.Return)
 
 
-def find_statements(tree: ast.Module, name: str, lines: frozenset[int]) -> Statements:
+def find_statements(tree: ast.Module, name: str, lines: frozenset[int], *, from_start: bool = False) -> Statements:
     """Return the fewest statements in a row of one block that some lines of a function belong to.
 
     Args:
         tree: of the file.
         name: of the function.
         lines: in the function.
+        from_start: begin with the first statement of the block, so that a whole forward can be one place.
 
     Raises:
         NotExpressed: the lines belong to statements that a branch cannot stand around.
@@ -68,7 +69,9 @@ def find_statements(tree: ast.Module, name: str, lines: frozenset[int]) -> State
     if not places or not all(any(one.lineno <= line <= _end(one) for one in block) for line in lines):
         raise NotExpressed(f"a default or a decorator of {name} computes its ops")
     first, last = places[0], places[-1]
-    while first > 0 and _serves_only(block[first - 1], block[first : last + 1], function):
+    if from_start:
+        first = int(block is function.body and ast.get_docstring(function) is not None)
+    while not from_start and first > 0 and _serves_only(block[first - 1], block[first : last + 1], function):
         first -= 1
     body = tuple(block[first : last + 1])
     for one in body:

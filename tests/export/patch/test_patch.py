@@ -118,6 +118,7 @@ def test_llamas_rmsnorm_in_a_copy_of_transformers(tmp_path):
     folder = patched(tmp_path / "normed", "normed_kernels", SITE_PACKAGES, tmp_path / "copy")
     with loaded(folder / path, "transformers.models.llama.modeling_llama", tmp_path / "normed") as module:
         counter = counted(module, "normed_kernels", "rmsnorm")
+        assert "input_dtype = hidden_states.dtype" in (folder / path).read_text().split("return fused\n")[1]  # the whole forward
         own = model.norm
         with torch.no_grad():
             new = module.LlamaRMSNorm(64, eps=1e-6)
