@@ -12,7 +12,7 @@ from fusion_advisor.cli.common import core, options, run_dir
 from fusion_advisor.cli.common.console import warn, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
 from fusion_advisor.errors import UsageError
-from fusion_advisor.export.formats.names import FORMATS, PACKAGE, known_format
+from fusion_advisor.export.formats.names import FORMATS, PACKAGE, PT2, known_format
 from fusion_advisor.files.whole_folder import refuse_existing
 
 _FORMATS = "; ".join(f"{name}: {what}" for name, what in FORMATS.items())
@@ -47,5 +47,5 @@ def export(
         left_out = core.export_run(directory, to, force=force, trust_remote_code=trust_remote_code, form=form)
     for sentence in left_out:
         warn(settings, f"not in the {form}: {sentence}")
-    tests = shlex.join(["pytest", str(to / "tests")])
-    write_result(f"wrote: {to}\n" + ("" if quiet else f"next: {tests}\n"))
+    check = ["python", str(to / "run.py")] if form == PT2 else ["pytest", str(to / "tests")]
+    write_result(f"wrote: {to}\n" + ("" if quiet else f"next: {shlex.join(check)}\n"))

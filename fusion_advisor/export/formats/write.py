@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fusion_advisor.export.aot_package.write_pt2 import export_pt2
 from fusion_advisor.export.export import export_package
 from fusion_advisor.export.formats.names import KERNELS, PACKAGE, PATCH, PT2, known_format
 from fusion_advisor.export.hub_kernels.repository import export_kernels
 from fusion_advisor.export.patch.patch import export_patch
-from fusion_advisor.export.pt2.pt2 import export_pt2
 from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
 from fusion_advisor.records import Capture, Report
 from fusion_advisor.records.serialize import write_capture, write_report

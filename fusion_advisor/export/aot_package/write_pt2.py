@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from fusion_advisor.errors import CannotExport
+from fusion_advisor.export.aot_package.op_source import entries, library_ops, refuse_python_launches
+from fusion_advisor.export.aot_package.traced import imported, named_tensors, traced
 from fusion_advisor.export.collect import rewritten
 from fusion_advisor.export.export import check_export, package_name
 from fusion_advisor.export.kernel_files.files import ops_context, rendered
 from fusion_advisor.export.package import files_of
 from fusion_advisor.export.printed import Printed, printed
-from fusion_advisor.export.pt2.op_source import entries, library_ops, refuse_python_launches
-from fusion_advisor.export.pt2.traced import imported, named_tensors, traced
 from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.runtime.torch_internals.inductor import compile_and_package, missing_for_packages

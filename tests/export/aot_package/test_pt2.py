@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fusion_advisor.errors import CannotExport
-from fusion_advisor.export.pt2.op_source import refuse_python_launches
-from fusion_advisor.export.pt2.traced import named_tensors
+from fusion_advisor.export.aot_package.op_source import refuse_python_launches
+from fusion_advisor.export.aot_package.traced import named_tensors
 from tests.export import models
 
 SCRIPT = Path(__file__).with_name("compiled_here.py")
