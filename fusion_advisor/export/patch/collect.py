@@ -136,7 +136,7 @@ def _site(
             reason = f"its ops lie in several calls of {place.statements.function.name}, one after the other"
             continue
         try:
-            expressed = express(op, SiteOps(chain=chain, given=given, module=place.module), place.statements, seen)
+            expressed = express(op, SiteOps(chain=chain, given=given), place.statements, seen)
         except NotExpressed as why:
             reason = str(why)
             continue

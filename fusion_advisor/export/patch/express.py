@@ -69,12 +69,10 @@ class SiteOps:
     Attributes:
         chain: to be run.
         given: what the kernel reads, in order.
-        module: path of the module that the statements run in.
     """
 
     chain: OriginalChain
     given: tuple[OpNode, ...]
-    module: str
 
 
 def express(op: KernelOp, ops: SiteOps, statements: Statements, observed: Observed) -> Expressed:
@@ -93,7 +91,7 @@ def express(op: KernelOp, ops: SiteOps, statements: Statements, observed: Observ
         raise NotExpressed(f"{statements.function.name} has a name `{RESULT}` of its own")
     seen = tuple(_seen(name, observed.values) for name in statements.reads)
     facts = owner_facts(statements.body, statements.owner, observed.owner)
-    fixed, free = _fixed_operands(ops, facts, statements.owner)
+    fixed, free = _fixed_operands(ops, facts, statements.owner, observed.module)
     tensors = [place for place, one in enumerate(seen) if isinstance(one, TensorMeta)]
     for order in itertools.islice(itertools.permutations(tensors, len(free)), _MOST_ORDERS):
         chosen = dict(zip(free, order, strict=True))
@@ -123,7 +121,7 @@ def _seen(name: str, values: Mapping[str, Any]) -> TensorMeta | str:
     return source
 
 
-def _fixed_operands(ops: SiteOps, facts: OwnerFacts, owner: str) -> tuple[dict[int, str], list[int]]:
+def _fixed_operands(ops: SiteOps, facts: OwnerFacts, owner: str, module: str) -> tuple[dict[int, str], list[int]]:
     """Return the operands that are tensors of the module, by number, and the numbers of the others."""
     fixed: dict[int, str] = {}
     free: list[int] = []
@@ -131,7 +129,7 @@ def _fixed_operands(ops: SiteOps, facts: OwnerFacts, owner: str) -> tuple[dict[i
         if node.role not in ("parameter", "buffer"):
             free.append(number)
             continue
-        prefix = f"{ops.module}." if ops.module else ""
+        prefix = f"{module}." if module else ""
         path = node.target.removeprefix(prefix)
         if not owner or not node.target.startswith(prefix) or path not in facts.tensors:
             raise NotExpressed(f"it reads `{node.target}`, which its statements do not name")

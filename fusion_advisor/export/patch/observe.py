@@ -23,7 +23,7 @@ class Watched:
     Attributes:
         file: that they are in.
         statements: of a function of the file.
-        module: path of the module that the watched call is for.
+        module: path of the module that the watched call is for; a module of torch's own runs in its parent's call.
     """
 
     file: str
@@ -37,12 +37,14 @@ class Observed:
 
     Attributes:
         values: of the local names that they read.
-        owner: the module.
+        owner: the module whose code they are.
+        module: its path.
         namespace: the function's globals.
     """
 
     values: Mapping[str, Any]
     owner: nn.Module
+    module: str
     namespace: Mapping[str, Any]
 
 
@@ -54,7 +56,7 @@ def observe(loaded: LoadedWorkload, watched: Mapping[int, Watched]) -> dict[int,
         watched: the places, by keys of the caller's.
     """
     found: dict[int, Observed] = {}
-    modules: dict[str, nn.Module] = dict(loaded.model.named_modules(remove_duplicate=False))
+    paths = {(path, id(module)) for path, module in loaded.model.named_modules(remove_duplicate=False)}
     by_line: dict[tuple[str, int], list[int]] = {}
     for key, one in watched.items():
         by_line.setdefault((one.file, one.statements.first_line), []).append(key)
@@ -66,10 +68,11 @@ def observe(loaded: LoadedWorkload, watched: Mapping[int, Watched]) -> dict[int,
             for key in by_line.get((frame.f_code.co_filename, frame.f_lineno), ()):
                 one = watched[key]
                 owner = _module_of(frame)
-                if key not in found and owner is not None and modules.get(one.module) is owner:
+                path = next((path for path in _upwards(one.module) if (path, id(owner)) in paths), None)
+                if key not in found and owner is not None and path is not None:
                     local = frame.f_locals
                     values = {name: local[name] for name in one.statements.reads if name in local}
-                    found[key] = Observed(values, owner, frame.f_globals)
+                    found[key] = Observed(values, owner, path, frame.f_globals)
         return line
 
     def call(frame: FrameType, event: str, _argument: object) -> Callable[..., Any] | None:
@@ -84,6 +87,12 @@ def observe(loaded: LoadedWorkload, watched: Mapping[int, Watched]) -> dict[int,
     finally:
         sys.settrace(before)
     return found
+
+
+def _upwards(path: str) -> list[str]:
+    """Return a path and the paths of all modules around it, the innermost first."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
