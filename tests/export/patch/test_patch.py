@@ -51,9 +51,11 @@ def test_gpt2s_gelu_in_a_copy_of_transformers(tmp_path):
     assert "import gpt2_kernels\n" in text
     assert "        return 0.5 * input * (1.0 + torch.tanh(" in text  # the fallback
     with loaded(folder / "transformers/activations.py", "transformers.activations", tmp_path / "gpt2") as module:
-        counter = counted(module, "gpt2_kernels", "gelu_tanh")
         own, new = NewGELUActivation(), module.NewGELUActivation()
         x = torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            assert torch.equal(torch.compile(new, fullgraph=True, backend="eager")(x), new(x))
+        counter = counted(module, "gpt2_kernels", "gelu_tanh")
         with torch.no_grad():
             found, truth = new(x), own(x.double())
             assert counter.served == 1
