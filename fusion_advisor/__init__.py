@@ -98,7 +98,7 @@ def apply(
     """
     from functools import partial
 
-    from fusion_advisor.export.export import export_run
+    from fusion_advisor.export.formats.write import write_run
     from fusion_advisor.fuse.plan.options import ApplyOptions
     from fusion_advisor.fuse.plan.size_ranges import asked_shapes
     from fusion_advisor.fuse.slot.in_place import take_out
@@ -120,7 +120,7 @@ def apply(
     run = _applied(loaded, chosen)
     run.fused.report = for_notebook(run.report)
     if phase == "forward":
-        run.fused.exporter = partial(export_run, loaded, run.capture, run.report)
+        run.fused.exporter = partial(write_run, loaded, run.capture, run.report)
     return run.fused
 
 
@@ -128,7 +128,7 @@ def _put_in(loaded: LoadedWorkload, plan: SavedPlan) -> FusedModel:
     """Put a saved plan into a model."""
     from functools import partial
 
-    from fusion_advisor.export.export import export_package
+    from fusion_advisor.export.formats.write import write_plan
     from fusion_advisor.fuse.live.restore_plan import apply_plan
     from fusion_advisor.fuse.restore_shapes import restore_shapes
     from fusion_advisor.report.html.notebook import for_notebook
@@ -136,7 +136,7 @@ def _put_in(loaded: LoadedWorkload, plan: SavedPlan) -> FusedModel:
     fused = apply_plan(loaded, plan)
     restore_shapes(fused, loaded, plan)
     fused.report = for_notebook(plan.report)
-    fused.exporter = partial(export_package, loaded, plan)
+    fused.exporter = partial(write_plan, loaded, plan)
     return fused
 
 

@@ -170,12 +170,12 @@ class TraceTooLarge(AdvisorError):
 
 
 class CannotExport(AdvisorError):
-    """A run whose kept rewrites cannot be written as a package of their own."""
+    """A run whose kept rewrites cannot be written in the format that was asked for."""
 
     code = "FA517"
     message = "the run cannot be exported: {detail}"
     note = "nothing was written"
-    hint = "`fusion-advisor explain FA517` lists what a package can hold; a saved plan (`fa.load_plan`) holds the rest"
+    hint = "`fusion-advisor explain FA517` lists what each format can hold; a saved plan (`fa.load_plan`) holds the rest"
     exit_code = 9
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,6 +32,8 @@ from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
 from fusion_advisor.workload.device import current_device
 from fusion_advisor.workload.load import LoadedWorkload
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +72,27 @@ def rewritten(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
         PlanMismatch: the model gives another graph than that of the run, or a kernel's numbers do not pass any more.
         CannotExport: the call is several graphs.
     """
+    return in_its_place(loaded, saved, lambda: _collected(loaded, saved))
+
+
+def in_its_place(loaded: LoadedWorkload, saved: SavedPlan, work: Callable[[], Found]) -> Found:
+    """Do something with a plan on its model's device, and leave the model and its call as they were.
+
+    Args:
+        loaded: the model and the call of the run.
+        saved: the plan.
+        work: to be done.
+
+    Raises:
+        PlanMismatch: the model is on a device of another kind than the run's.
+    """
     kind = torch.device(loaded.record.device).type
     wanted = saved.capture.environment.device_kind
     if kind != wanted:
         raise PlanMismatch(run=saved.run_dir.name, detail=f"it was made on {wanted}, this is {kind}")
     device = torch.device(loaded.record.device)
     with current_device(device), collector_paused(), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
-        return in_one_piece(lambda: _collected(loaded, saved))
+        return in_one_piece(work)
 
 
 def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
@@ -84,7 +100,8 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
     if len(restored.bench.live.regions) != 1 or not restored.live.is_whole():
         count = len(restored.bench.live.regions)
         raise CannotExport(detail=f"the model is captured as {count} graphs with Python between them, not as one")
-    linears = [one for one in restored.linears if not why_not(one)]
+    scans = {row.id for row in saved.scans}
+    linears = [one for one in restored.linears if one.id not in scans and not why_not(one)]
     # In the graph's order: the report's, by time, is another in each run.
     fusions = sorted(
         restored.plan.fusions, key=lambda one: min((index for site in one.sites for index in site.members), default=0)
@@ -113,6 +130,7 @@ def _module(
     left_out = [_CUDA_GRAPH] if CUDA_GRAPH.id in saved.rewrites else []
     refused = {one.id: reason for one in restored.linears if (reason := why_not(one))}
     left_out += [f"{row.id} {row.kernel}: {refused[row.id]}" for row in saved.linears if row.id in refused]
+    left_out += [f"{row.id} {row.kernel}: {_NO_SCANS}" for row in saved.scans]
     passes: list[str] = []
     build = _builder(restored, linears)
     for name in kept_passes(saved.report.rewrites):
@@ -126,6 +144,7 @@ def _module(
     return module, tuple(left_out)
 
 
+_NO_SCANS = "its steps run as the model's own ops"
 _CUDA_GRAPH = "the CUDA graph around the step is not recorded unless asked for: apply(model, cuda_graph=True)"
 
 

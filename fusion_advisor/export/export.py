@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from pathlib import Path
 
 from fusion_advisor.errors import LicenceForbids, NothingToExport
@@ -11,9 +10,8 @@ from fusion_advisor.export.collect import is_kept, rewritten
 from fusion_advisor.export.package import files_of, with_built_kernels
 from fusion_advisor.export.printed import printed
 from fusion_advisor.files.whole_folder import refuse_existing, write_folder
-from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
-from fusion_advisor.records import Capture, Report, Status
-from fusion_advisor.records.serialize import write_capture, write_report
+from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.records import Status
 from fusion_advisor.workload.load import LoadedWorkload
 
 _PASSED_ON = (
@@ -72,28 +70,6 @@ def export_package(
     files = files_of(found, saved.report, package_name(folder))
     write_folder(with_built_kernels(files, package_name(folder)) if with_cache else files, folder, force=force)
     return found.left_out
-
-
-def export_run(
-    loaded: LoadedWorkload, capture: Capture, report: Report, folder: Path, *, force: bool = False, with_cache: bool = False
-) -> tuple[str, ...]:
-    """Write a package with what a run of this process kept; see :func:`export_package`.
-
-    Args:
-        loaded: the model of the run, and its call.
-        capture: of the run.
-        report: of the run.
-        folder: of the package.
-        force: replace what is there.
-        with_cache: ship the kernels' machine code for this machine too.
-
-    Returns:
-        sentences about kept rewrites that the package does not have.
-    """
-    with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as run_dir:
-        write_capture(capture, Path(run_dir) / "capture.json.gz")
-        write_report(report, Path(run_dir) / "report.json")
-        return export_package(loaded, load_plan(run_dir), folder, force=force, with_cache=with_cache)
 
 
 def package_name(folder: Path) -> str:

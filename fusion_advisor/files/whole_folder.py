@@ -10,11 +10,11 @@ from pathlib import Path
 from fusion_advisor.errors import CannotWrite, ExportExists
 
 
-def write_folder(files: Mapping[str, bytes], folder: Path, *, force: bool) -> None:
+def write_folder(files: Mapping[str, bytes | Path], folder: Path, *, force: bool) -> None:
     """Write files beside a folder's place, then rename.
 
     Args:
-        files: by path inside of the folder.
+        files: content by path inside of the folder; a path is of a file that is moved there.
         folder: that they make.
         force: replace what is there.
 
@@ -30,7 +30,10 @@ def write_folder(files: Mapping[str, bytes], folder: Path, *, force: bool) -> No
             for name, content in files.items():
                 path = made / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
+                if isinstance(content, Path):
+                    shutil.move(content, path)
+                else:
+                    path.write_bytes(content)
             made.chmod(0o755)
             _put(made, folder)
         finally:

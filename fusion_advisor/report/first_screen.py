@@ -13,6 +13,10 @@ from fusion_advisor.report.shapes.rows import asked_text, is_served
 RESTED = "single steps at full clock"
 _PLACE = "fusion-runs/"
 """Where the command line leaves runs."""
+_SHIP = (
+    "Or ship them for calls of these sizes, without fusion-advisor: as a Python package, or with --format kernels (Hugging Face's"
+    " kernels library), pt2 (AOTInductor) or patch (a diff against the model's source):"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,7 @@ def next_step(report: Report) -> NextStep | None:
 
 
 def next_steps(report: Report) -> tuple[NextStep, ...]:
-    """Return :func:`next_step`, and after kernels that can be installed the command that writes them as a package.
+    """Return :func:`next_step`, and after kernels that can be installed the command that writes them for other programs.
 
     Args:
         report: of a run.
@@ -157,4 +161,4 @@ def next_steps(report: Report) -> tuple[NextStep, ...]:
     if "fa.load_plan" not in first.code or not has_kernels or not report.run_id or report.ranks is not None:
         return (first,)
     code = f"fusion-advisor export {_PLACE}{visible(report.run_id, 60)} --to fused_kernels"
-    return first, NextStep("Or ship them, as a package that needs torch and not fusion-advisor, for calls of these sizes:", code)
+    return first, NextStep(_SHIP, code)

@@ -169,14 +169,16 @@ def profile_training(loaded: Loaded, options: ProfileOptions, progress: Progress
     return report, capture
 
 
-def export_run(run: Path, folder: Path, *, force: bool, trust_remote_code: bool, with_cache: bool = False) -> tuple[str, ...]:
-    """Load a run's model again, and write its kept kernels as a package; return sentences about what is left out."""
+def export_run(
+    run: Path, folder: Path, *, force: bool, trust_remote_code: bool, form: str = "package", with_cache: bool = False
+) -> tuple[str, ...]:
+    """Load a run's model again, and write its kept kernels in a format; return sentences about what is left out."""
     export = import_module("fusion_advisor.export.export")
     saved = import_module("fusion_advisor.fuse.live.saved_plan").load_plan(run)
     export.check_export(saved, folder, force=force)
     request = replace(stored_request(run), trust_remote_code=trust_remote_code)
-    loaded = load_workload(request)
-    left_out: tuple[str, ...] = export.export_package(loaded, saved, folder, force=force, with_cache=with_cache)
+    write = import_module("fusion_advisor.export.formats.write").write_plan
+    left_out: tuple[str, ...] = write(load_workload(request), saved, folder, form=form, force=force, with_cache=with_cache)
     return left_out
 
 

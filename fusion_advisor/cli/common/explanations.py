@@ -237,6 +237,9 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "KV cache or other object among the arguments or in the output, no kernel that writes into its inputs, and no kernel "
         "of a linear layer.",
         "Calls of fixed sizes without a cache can be exported: pass use_cache=False in your inputs. --skip leaves a rewrite out.",
+        "--format pt2 takes C++ kernels alone: Python launches Triton and CUDA C++ kernels, and a compiled model runs no Python. "
+        "--format patch takes chains that some statements of one function compute, without other ops. --format kernels takes "
+        "every kernel of a chain as a function.",
     ),
     "FA518": ("Only kernels of chains that were kept go into a package; a run that kept none has nothing to give.",),
     "FA519": (

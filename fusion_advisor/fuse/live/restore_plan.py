@@ -114,8 +114,9 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
 
 
 def put_together(
-    loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, *, build_linear: Callable[..., Made] = build
-) -> Restored:
+    loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, *, build_linear: Callable[..., Made] = build,
+    with_lines: bool = False,
+) -> Restored:  # fmt: skip
     """Capture the model again and build a plan's kernels for it; the model itself stays as it is.
 
     Args:
@@ -123,12 +124,13 @@ def put_together(
         saved: from :func:`load_plan`.
         clock: of the phases.
         build_linear: builds a kernel of a linear at a configuration.
+        with_lines: note the source lines of each op, which takes an eighth longer.
 
     Raises:
         PlanMismatch: the model gives another graph, or a kernel's numbers no longer pass.
     """
     with clock.phase("capture"):
-        bench = _captured(loaded, saved, with_lines=False)
+        bench = _captured(loaded, saved, with_lines=with_lines)
         if first_difference(saved.capture.ops, bench.ops) is not None:
             difference = first_difference(saved.capture.ops, _captured(loaded, saved, with_lines=True).ops)
             detail = named_site(saved.fusions, *difference) if difference else "the model gives another graph each time"

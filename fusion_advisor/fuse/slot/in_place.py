@@ -32,7 +32,7 @@ class InPlace:
         report: what was done; None until a run has set it.
         is_applied: whether the model's call is replaced now.
         graphs: replay CUDA graphs; None where every call is launched kernel by kernel.
-        exporter: writes what was kept as a package; None where nothing can.
+        exporter: writes what was kept; None where nothing can.
     """
 
     def __init__(self, model: torch.nn.Module, graphs: Graphs | None = None) -> None:
@@ -112,21 +112,26 @@ class InPlace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.revert()
 
-    def export(self, path: str | Path, *, force: bool = False, with_cache: bool = False) -> tuple[str, ...]:
-        """Write what was kept as a Python package that needs torch and not fusion_advisor.
+    def export(
+        self, path: str | Path, *, format: str = "package", force: bool = False, with_cache: bool = False
+    ) -> tuple[str, ...]:
+        """Write what was kept for a program that has torch and not fusion_advisor.
 
         The model is captured once more for it, so it takes as long as putting in a saved plan; afterwards all is as before.
 
         Args:
-            path: folder of the package, whose name becomes the package's.
+            path: folder of the export; a package is named after it.
+            format: ``package``, ``kernels`` (for Hugging Face's library), ``pt2`` (AOTInductor) or ``patch`` (of the model's
+                own source).
             force: replace a folder that is there.
-            with_cache: ship the compiled kernels too: a machine like this one compiles nothing.
+            with_cache: ship a package's compiled kernels too: a machine like this one compiles nothing.
 
         Returns:
-            Sentences about kept rewrites that the package does not have.
+            Sentences about kept rewrites that the export does not have.
 
         Raises:
-            CannotExport: the model or what was kept cannot be a package.
+            UsageError: the format is not known, or has no place for compiled kernels.
+            CannotExport: the format cannot hold the model or what was kept.
             NothingToExport: no kernel was kept.
             ExportExists: the folder is there, and ``force`` was not given.
         """
@@ -135,7 +140,7 @@ class InPlace:
         was_applied = self.is_applied
         self.revert()
         try:
-            return self.exporter(Path(path), force=force, with_cache=with_cache)
+            return self.exporter(Path(path), form=format, force=force, with_cache=with_cache)
         finally:
             if was_applied:
                 self.apply()

@@ -100,3 +100,14 @@ class OpLog(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.seen.append((str(func), result))
         return result
+
+
+def forget_ops(library: torch.library.Library) -> None:
+    """Unregister the ops that a library defines, so that another one can take its namespace.
+
+    A library does so by itself when it is collected; graphs that call its ops keep it for as long as they live.
+
+    Args:
+        library: made with kind ``DEF``.
+    """
+    library._destroy()

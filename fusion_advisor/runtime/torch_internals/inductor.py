@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -34,3 +35,37 @@ def empty_compile_caches() -> contextlib.AbstractContextManager[Any]:
 
     context: contextlib.AbstractContextManager[Any] = fresh_inductor_cache()
     return context
+
+
+def missing_for_packages(inductor: object | None = None, include: Path | None = None) -> str:
+    """Return what a torch lacks to compile a model into a package and to register C++ ops by a stable ABI; empty: nothing.
+
+    Args:
+        inductor: its module; None: this torch's.
+        include: folder of its headers; None: this torch's.
+    """
+    import torch._inductor
+
+    header = (include or Path(torch.__file__).parent / "include") / "torch/csrc/stable/library.h"
+    if not hasattr(inductor or torch._inductor, "aoti_compile_and_package"):
+        return "AOTInductor packages (torch 2.6)"
+    # 2.10 gave the stable ABI the number of threads and a boxing of functions with several results.
+    if not header.is_file() or "TORCH_BOX" not in header.read_text(encoding="utf-8"):
+        return "headers of the stable ABI (torch 2.10)"
+    return ""
+
+
+def compile_and_package(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Compile an exported program with AOTInductor.
+
+    Args:
+        program: of :func:`torch.export.export`.
+        path: of the ``.pt2`` file to write.
+
+    Raises:
+        RuntimeError: Inductor has no code for an op.
+    """
+    import torch._inductor
+
+    with torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))

@@ -100,3 +100,15 @@ def test_modes_and_tensor_classes_that_see_their_ops():
         assert dispatcher.is_mode_active()
     assert dispatcher.sees_its_ops(Own)
     assert not any(map(dispatcher.sees_its_ops, (torch.Tensor, torch.nn.Parameter)))
+
+
+def test_a_namespace_is_free_again_once_its_ops_are_forgotten():
+    kept = []
+    for number in (1, 2):
+        library = torch.library.Library("of_a_test_of_the_dispatcher", "DEF")
+        library.define("plus(Tensor x) -> Tensor")
+        library.impl("plus", lambda x, number=number: x + number, "CPU")
+        op = torch.ops.of_a_test_of_the_dispatcher.plus.default
+        kept.append((library, op))
+        assert torch.equal(op(torch.zeros(2)), torch.full((2,), float(number)))
+        dispatcher.forget_ops(library)

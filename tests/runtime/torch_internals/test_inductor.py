@@ -44,3 +44,22 @@ def test_inductor_calls_an_op_that_it_was_told_of():
         inductor.call_without_lowering(op)
         (result,) = inductor.compile_graph(module, [x])(x)
     torch.testing.assert_close(result, x + x)
+
+
+def test_a_torch_that_is_too_old_for_packages_is_known(tmp_path):
+    assert inductor.missing_for_packages() == ""
+    assert inductor.missing_for_packages(inductor=object()) == "AOTInductor packages (torch 2.6)"
+    assert inductor.missing_for_packages(include=tmp_path) == "headers of the stable ABI (torch 2.10)"
+    header = tmp_path / "torch/csrc/stable/library.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define STABLE_TORCH_LIBRARY_IMPL(ns, k, m)\n")
+    assert inductor.missing_for_packages(include=tmp_path) == "headers of the stable ABI (torch 2.10)"
+
+
+@pytest.mark.slow  # half a minute of a C++ compiler
+def test_a_program_becomes_a_package_that_loads(tmp_path):
+    x = torch.randn(4, 4)
+    program = torch.export.export(torch.nn.Tanh(), (x,))
+    inductor.compile_and_package(program, tmp_path / "tanh.pt2")
+    found = torch._inductor.aoti_load_package(str(tmp_path / "tanh.pt2"))(x)
+    torch.testing.assert_close(found, x.tanh())

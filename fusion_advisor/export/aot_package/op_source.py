@@ -1,0 +1,73 @@
+"""C++ source of an op library: each kernel as an op of torch's stable ABI, for the layouts in which it was checked."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from fusion_advisor.errors import CannotExport
+from fusion_advisor.export.kernel_ops import KernelOp
+from fusion_advisor.records import TensorMeta
+
+_WHY = {
+    "triton": "a Triton kernel that Python launches (AOTInductor would compile another one from its source)",
+    "cuda": "a CUDA C++ kernel that NVRTC compiles at its first launch, from Python",
+}
+
+
+def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
+    """Refuse kernels that no C++ op can launch.
+
+    Args:
+        ops: of the package.
+
+    Raises:
+        CannotExport: one is launched by Python; its name is in the message.
+    """
+    for op in ops:
+        if op.rendered.suffix != ".cpp":
+            why = _WHY.get(op.rendered.backend, "launched by Python")
+            raise CannotExport(detail=f"op `{op.name}` ({op.fusion_id}) is {why}; use --format package for it")
+
+
+def library_ops(ops: Sequence[KernelOp]) -> list[dict[str, Any]]:
+    """Return what the template of the library prints for each op.
+
+    Args:
+        ops: with C++ kernels.
+    """
+    found = []
+    for op in ops:
+        integers, checks = ast.literal_eval(op.launch["integers"]), ast.literal_eval(op.launch["checks"])
+        given = ", ".join(f"Tensor {name}" for name, _ in op.inputs)
+        returned = "Tensor" if len(op.outputs) == 1 else f"({', '.join(['Tensor'] * len(op.outputs))})"
+        found.append(
+            {
+                "name": op.name, "entry": op.rendered.entry, "schema": f"{op.name}({given}) -> {returned}",
+                "summary": f"{op.fusion_id}: {op.summary}", "integers": integers, "checks": checks,
+                "inputs": [_laid(name, meta) for name, meta in op.inputs],
+                "outputs": [_laid(name, meta) for name, meta in op.outputs],
+            }
+        )  # fmt: skip
+    return found
+
+
+def entries(ops: Sequence[KernelOp]) -> list[tuple[str, int, int, int]]:
+    """Return the entry points of some ops, each once: name, tensors, integers, checks.
+
+    Args:
+        ops: with C++ kernels.
+    """
+    found = {}
+    for op in ops:
+        integers, checks = ast.literal_eval(op.launch["integers"]), ast.literal_eval(op.launch["checks"])
+        found[op.rendered.entry] = (op.rendered.entry, len(op.inputs) + len(op.outputs), len(integers), checks)
+    return list(found.values())
+
+
+def _laid(name: str, meta: TensorMeta) -> dict[str, Any]:
+    def whole(values: Sequence[int]) -> str:
+        return f"{{{', '.join(map(str, values))}}}"
+
+    return {"name": name, "rank": len(meta.shape), "shape": whole(meta.shape), "stride": whole(meta.stride), "dtype": meta.dtype}

@@ -1,0 +1,155 @@
+"""Export as an AOTInductor package: trace, compile, build the op library, and compare the result with the fused model."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_advisor.errors import CannotExport
+from fusion_advisor.export.aot_package.op_source import entries, library_ops, refuse_python_launches
+from fusion_advisor.export.aot_package.traced import imported, named_tensors, traced
+from fusion_advisor.export.collect import rewritten
+from fusion_advisor.export.export import check_export, package_name
+from fusion_advisor.export.kernel_files.files import ops_context, rendered
+from fusion_advisor.export.package import files_of
+from fusion_advisor.export.printed import Printed, printed
+from fusion_advisor.files.whole_folder import write_folder
+from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.runtime.torch_internals.inductor import compile_and_package, missing_for_packages
+from fusion_advisor.workload.load import LoadedWorkload
+
+_FLOORS = {"float32": 1e-5, "float64": 1e-12}
+"""Relative difference from the fused model that Inductor's other order of sums may make; 2e-2 for half types."""
+
+
+def export_pt2(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, force: bool = False) -> tuple[str, ...]:
+    """Write a compiled package of the fused model, and the library of its kernels.
+
+    Args:
+        loaded: the model of the run, and its call.
+        saved: the plan.
+        folder: of the export, whose name becomes the ops' namespace.
+        force: replace what is there.
+
+    Returns:
+        sentences about kept rewrites that the package does not have.
+
+    Raises:
+        NothingToExport: the run kept no kernel.
+        ExportExists: the folder is there, and ``force`` was not given.
+        PlanMismatch: the model is not that of the run any more.
+        CannotExport: a kernel is launched by Python, torch is too old, or AOTInductor refuses the model.
+        CannotWrite: the file system refuses.
+    """
+    check_export(saved, folder, force=force)
+    if missing := missing_for_packages():
+        raise CannotExport(detail=f"torch {torch.__version__} has no {missing}")
+    name = package_name(folder)
+    found = printed(loaded, rewritten(loaded, saved))
+    refuse_python_launches(found.ops)
+    with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as place:
+        files = _made(loaded, saved, found, name, Path(place))
+        write_folder(files, folder, force=force)
+    return found.left_out
+
+
+def _made(loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, place: Path) -> dict[str, bytes | Path]:
+    """Make everything in a folder for temporary files; return the content of the export."""
+    call = {one: loaded.kwargs.get(one) for one, _ in found.tensors} | _positional(loaded)
+    tensors = {one: value for one, value in call.items() if isinstance(value, torch.Tensor)}
+    context = _context(saved, found, name)
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    files: dict[str, bytes | Path] = {"example.pt": buffer.getvalue(), "LICENSE": rendered("export/LICENSE", context)}
+    files |= {one: rendered(f"export/pt2/{one}", context) for one in ("ops.cpp", "build.py", "run.py")}
+    files |= {f"kernels/{op.file}": op.rendered.file_text.encode() for op in found.ops}
+    made = place / "made"
+    _write(made, files)
+    _run([sys.executable, "build.py"], made, "its op library")
+    outputs, eager = _compiled(loaded, saved, found, name, place, tensors)
+    (place / "model.pt2").rename(made / "model.pt2")
+    context["agreement"] = _agreement(made, place, outputs, eager)
+    files["README.md"] = rendered("export/pt2/README.md", context)
+    return files | {one: made / one for one in ("model.pt2", f"lib{name}_ops.so")}
+
+
+def _context(saved: SavedPlan, found: Printed, name: str) -> dict[str, Any]:
+    return ops_context(found.ops, saved.report, name) | {
+        "library_ops": library_ops(found.ops), "entries": entries(found.ops), "left_out": found.left_out,
+        "values": found.values, "class_name": found.context["class_name"],
+        "tensors": [(one, tuple(meta.shape), tuple(meta.stride), meta.dtype) for one, meta in found.tensors],
+    }  # fmt: skip
+
+
+def _compiled(
+    loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, place: Path, tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Write ``model.pt2``; return the outputs of the fused model and of the model as it is."""
+    source = place / "source"
+    _write(source, files_of(found, saved.report, name))
+    with torch.no_grad():
+        eager = named_tensors(loaded.model(**tensors, **found.values))
+    with imported(source, name) as package:
+        program, outputs = traced(package, loaded.model, tensors, found.values)
+        try:
+            compile_and_package(program, place / "model.pt2")
+        except (RuntimeError, AssertionError, TypeError) as error:
+            line = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+            raise CannotExport(detail=f"AOTInductor refuses its graph: {line[:300]}") from error
+    return outputs, eager
+
+
+def _positional(loaded: LoadedWorkload) -> dict[str, Any]:
+    """Return the call's positional arguments by the names of the forward's parameters."""
+    names = loaded.model.forward.__code__.co_varnames[1:] if loaded.args else ()
+    return dict(zip(names, loaded.args, strict=False))
+
+
+def _agreement(made: Path, place: Path, outputs: Mapping[str, torch.Tensor], eager: Mapping[str, torch.Tensor]) -> str:
+    """Run the package in a process of its own; say how near it comes to the fused model.
+
+    Raises:
+        CannotExport: it does not run there, or its results are too far from the fused model's.
+    """
+    results = place / "results.pt"
+    _run([sys.executable, "run.py", "--save", str(results)], made, "the compiled model")
+    found = torch.load(results, weights_only=True)
+    if all(torch.equal(found[name], value.cpu()) for name, value in outputs.items()):
+        return "Its results have the fused model's bits."
+    worst, own = (max(_difference(other[name], value) for name, value in outputs.items()) for other in (found, eager))
+    dtype = str(next(iter(outputs.values())).dtype).removeprefix("torch.")
+    if worst > max(2 * own, _FLOORS.get(dtype, 2e-2)):
+        raise CannotExport(detail=f"its compiled results differ from the fused model's by {worst:.1e}, eager's by {own:.1e}")
+    return (
+        f"Its results differ from the fused model's by {worst:.1e} (norm of the difference), eager's by {own:.1e}."
+        " The kernels are the same; Inductor compiles the other ops in its own way."
+    )
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    one, other = one.cpu().double().nan_to_num(), other.cpu().double().nan_to_num()
+    return float((one - other).norm() / other.norm().clamp_min(1e-30))
+
+
+def _run(command: list[str], folder: Path, what: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        shown = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else json.dumps(done.returncode))
+        raise CannotExport(detail=f"{what} does not work: {shown.strip()[:300]}")
+
+
+def _write(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        assert isinstance(content, bytes)
+        path.write_bytes(content)

@@ -1,0 +1,1 @@
+"""Files of a package that holds kernels and no forward: ops, launchers, sources and references, shared by several formats."""

@@ -1,0 +1,103 @@
+"""A compiled package loads and runs without tracing, and comes as near to the model as the fused model does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusion_advisor.errors import CannotExport
+from fusion_advisor.export.aot_package.op_source import refuse_python_launches
+from fusion_advisor.export.aot_package.traced import named_tensors
+from tests.export import models
+
+SCRIPT = Path(__file__).with_name("compiled_here.py")
+
+
+def run_alone(folder, results):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-I", str(SCRIPT), str(folder), str(results)], capture_output=True, text=True, check=False,
+        env=environment, cwd=folder.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return torch.load(results, weights_only=True)
+
+
+def difference(one, other):
+    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+
+
+@pytest.mark.slow  # AOTInductor compiles for half a minute
+@pytest.mark.parametrize("make", [models.gpt2, models.llama, models.bert])
+def test_a_compiled_package_comes_as_near_to_float64_as_eager(make, tmp_path):
+    model, inputs, fused = models.fused(make)
+    with torch.no_grad():
+        outputs = named_tensors(fused(**inputs))
+    assert fused.export(tmp_path / "compiled", format="pt2") == ()
+    fused.revert()
+    found = run_alone(tmp_path / "compiled", tmp_path / "results.pt")
+    with torch.no_grad():
+        eager, truth = named_tensors(model(**inputs)), named_tensors(model.double()(**inputs))
+    assert list(found) == list(outputs)
+    is_equal = all(torch.equal(found[name], value) for name, value in outputs.items())
+    assert ("has the fused model's bits" in (tmp_path / "compiled" / "README.md").read_text().replace("have", "has")) == is_equal
+    for name, value in truth.items():
+        assert difference(found[name], value) <= 2 * difference(eager[name], value) + 1e-7
+
+
+class Small(torch.nn.Module):
+    """A chain between two linear layers, with two results."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, x):
+        """Compute."""
+        hidden = self.up(x)
+        return self.down(torch.nn.functional.gelu(hidden * 1.5)), hidden
+
+
+def test_a_small_model_twice(tmp_path):
+    """The second export in one process finds the ops' namespace free again."""
+    torch.manual_seed(0)
+    model, x = Small().eval(), torch.randn(16, 32)
+    _, _, fused = models.fused(lambda: (model, {"x": x}))
+    with torch.no_grad():
+        outputs = fused(x=x)
+    fused.export(tmp_path / "small", format="pt2")
+    assert fused.is_applied
+    fused.export(tmp_path / "small", format="pt2", force=True)
+    found = run_alone(tmp_path / "small", tmp_path / "results.pt")
+    assert list(found) == ["0", "1"]
+    for one, other in zip(found.values(), outputs, strict=True):
+        assert difference(one, other) <= 1e-6
+    assert sorted(path.name for path in (tmp_path / "small").iterdir() if path.name != "__pycache__") == [
+        "LICENSE", "README.md", "build.py", "example.pt", "kernels", "libsmall_ops.so", "model.pt2", "ops.cpp", "run.py",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "suffix"), [("triton", ".py"), ("cuda", ".cu")])
+def test_a_kernel_that_python_launches_is_named(backend, suffix):
+    op = SimpleNamespace(name="gelu_tanh", fusion_id="F1", rendered=SimpleNamespace(backend=backend, suffix=suffix))
+    with pytest.raises(CannotExport, match=r"op `gelu_tanh` \(F1\) is a"):
+        refuse_python_launches([op])
+
+
+def test_a_compiler_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    model = Small().eval()
+    _, _, fused = models.fused(lambda: (model, {"x": torch.randn(16, 32)}))
+    compiler = tmp_path / "cxx"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *ops.cpp*) echo \'error: no such header\' >&2; exit 1;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(CannotExport, match="its op library does not work"):
+        fused.export(tmp_path / "small", format="pt2")
+    assert list(tmp_path.iterdir()) == [compiler]
+    fused.revert()
