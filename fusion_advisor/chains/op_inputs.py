@@ -46,25 +46,11 @@ def is_candidate(op: OpNode, ops: Sequence[OpNode] = ()) -> bool:
     arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION)
     is_choice = op.target.startswith(("aten.cat.", "aten.stack."))
     moves = is_choice or reads_by_number(op.target) or reads_elsewhere(op.target)
-    if op.mutates or not (arithmetic or moves or copies_runs(op, ops) or converts(op, ops)):
+    if op.mutates or not (arithmetic or moves or copies_runs(op, ops)):
         return False
     if len(op.outputs) != 1:
         return returns_several(op)
     return op.outputs[0].shape != ()
-
-
-def converts(op: OpNode, ops: Sequence[OpNode]) -> bool:
-    """Whether an op converts a tensor to another dtype, as autograd's graphs write a cast.
-
-    Args:
-        op: the op.
-        ops: all ops of the capture; none: it is no cast.
-    """
-    source = op.args[0] if op.args else None
-    if not ops or not op.target.startswith("aten._to_copy.") or not isinstance(source, Ref):
-        return False
-    before, after = ops[source.index].outputs, op.outputs
-    return len(before) == len(after) == 1 and before[0].dtype != after[0].dtype and before[0].device == after[0].device
 
 
 def returns_several(op: OpNode) -> bool:

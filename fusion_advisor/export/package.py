@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.codegen.common.header_comment import wrap
 from fusion_advisor.codegen.common.interface import environment
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import CannotExport
+from fusion_advisor.export.kernel_files.files import ops_listed
 from fusion_advisor.export.kernel_ops import KernelOp
-from fusion_advisor.export.printed import Printed, laid
+from fusion_advisor.export.printed import Printed
 from fusion_advisor.export.readme import call_lines, rows, step_sentence
 from fusion_advisor.records import Report
 
@@ -64,7 +64,7 @@ def files_of_ops(ops: Sequence[KernelOp], name: str, device: str) -> dict[str, b
         name: of the package, an identifier.
         device: type of the device that they run on.
     """
-    context = _ops_context(ops, name, device)
+    context = {**ops_listed(ops), "name": name, "device": device}
     own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
     modules = ["_launch.py", "ops.py", "prebuild.py", *(module for module in own if (_TEMPLATES / f"{module}.jinja").is_file())]
     files = {f"{name}/{module}": _rendered(module, context) for module in modules}
@@ -110,26 +110,10 @@ def _rendered(template: str, context: Mapping[str, Any]) -> bytes:
     return environment().get_template(f"export/{template}.jinja").render(**context).encode()
 
 
-def _ops_context(ops: Sequence[KernelOp], name: str, device: str) -> dict[str, Any]:
-    return {
-        "name": name, "device": device, "backends": sorted({op.rendered.backend for op in ops}),
-        "ops": [
-            {
-                "name": op.name, "comment": wrap(f"{op.fusion_id}: {op.summary}"), "file": op.file,
-                "launch": list(op.launch.items()), "launcher": f"{op.rendered.backend}_launcher",
-                "inputs": [laid(one, meta) for one, meta in op.inputs],
-                "outputs": [laid(one, meta) for one, meta in op.outputs], "in_place": op.in_place,
-            }
-            for op in ops
-        ],
-        "flags": {op.file: op.rendered.flags for op in ops if op.rendered.flags},
-    }  # fmt: skip
-
-
 def _context(printed: Printed, report: Report, name: str) -> dict[str, Any]:
     machine = report.environment
     return {
-        **printed.context, **_ops_context(printed.ops, name, printed.expected["device"]), "run": report.run_id,
+        **printed.context, **ops_listed(printed.ops), "name": name, "device": printed.expected["device"], "run": report.run_id,
         "torch_version": machine.torch, "tool": machine.tool, "environment": machine, "workload": report.workload,
         "tolerance": "1e-5" if report.workload.dtype == "fp32" else "2e-2",
         "rows": [row for row in rows(report, printed.ops) if not any(f"{row.id} " in line[:40] for line in printed.left_out)],

@@ -42,11 +42,6 @@ def test_a_cast_of_autograds_is_part_of_a_chain():
     assert chains(ops) == [["mul", "_to_copy", "add"]]
 
 
-def test_a_copy_to_the_same_dtype_is_not():
-    ops = records(lambda x: _aten._to_copy(x * 2) + 1, drawn(4, 8))
-    assert chains(ops) == [["mul"], ["add"]]
-
-
 def test_a_layers_gradient_and_its_biass_are_one_chain():
     def step(gradient, x):
         found = _aten.gelu_backward(gradient, x)

@@ -18,7 +18,7 @@ from fusion_advisor.records import Tuning
 PACKAGE = Path(fusion_advisor.__file__).parent
 VERSIONS = {  # the installed package named "triton", whose version is shown or compared; no backend
     "runtime/environment.py", "cli/commands/doctor.py", "report/background_rows.py", "report/compare/comparison.py",
-    "export/export.py", "ranks/run.py",
+    "export/export.py", "ranks/run.py", "export/copied/kept_binaries.py",
 }  # fmt: skip
 
 

@@ -298,12 +298,12 @@ def test_the_key_holds_the_compiler_its_flags_and_the_cpu(tmp_path, monkeypatch)
     from fusion_advisor.codegen.cpp import backend
 
     first = build(tmp_path).library
-    monkeypatch.setattr(backend, "_identity", lambda compiler: "another CPU")
+    monkeypatch.setattr(backend, "compiler_identity", lambda compiler: "another CPU")
     other = build(tmp_path).library
     assert first.name.partition(".")[0] != other.name.partition(".")[0]
     monkeypatch.undo()
     line = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-    assert line in backend._identity(find_compiler()), "-march=native means these"
+    assert line in backend.compiler_identity(find_compiler()), "-march=native means these"
 
 
 BUILDS = (

@@ -87,6 +87,7 @@ class CppRecurrences:
                 kernel=kernel,
                 total=" * ".join(kernel.layout.sizes),
                 grain=kernel.grain,
+                compares_indices=kernel.compares_indices,
                 is_reduced=program.is_reduced,
                 header=comment([*notes_of(recurrence, header), f"Build: c++ {' '.join(flags)}"]),
                 includes=includes_of(kernel),

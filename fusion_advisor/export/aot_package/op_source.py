@@ -6,14 +6,10 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
+from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.records import TensorMeta
-
-_WHY = {
-    "triton": "a Triton kernel that Python launches (AOTInductor would compile another one from its source)",
-    "cuda": "a CUDA C++ kernel that NVRTC compiles at its first launch, from Python",
-}
 
 
 def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
@@ -27,8 +23,10 @@ def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
     """
     for op in ops:
         if op.rendered.suffix != ".cpp":
-            why = _WHY.get(op.rendered.backend, "launched by Python")
-            raise CannotExport(detail=f"op `{op.name}` ({op.fusion_id}) is {why}; use --format package for it")
+            title = descriptor(op.rendered.backend).title
+            raise CannotExport(
+                detail=f"op `{op.name}` ({op.fusion_id}) is a {title} kernel that Python launches; use --format package for it"
+            )
 
 
 def library_ops(ops: Sequence[KernelOp]) -> list[dict[str, Any]]:

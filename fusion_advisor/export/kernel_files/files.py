@@ -25,19 +25,30 @@ def ops_context(ops: Sequence[KernelOp], report: Report, name: str) -> dict[str,
     """
     machine = report.environment
     return {
-        "name": name, "run": report.run_id, "backends": sorted({op.rendered.backend for op in ops}),
+        **ops_listed(ops), "name": name, "run": report.run_id, "device": machine.device_kind,
+        "torch_version": machine.torch, "tool": machine.tool, "environment": machine, "workload": report.workload,
+        "aten_ops": [], "class_name": report.workload.model_id,
+    }  # fmt: skip
+
+
+def ops_listed(ops: Sequence[KernelOp]) -> dict[str, Any]:
+    """Return what the template of ``ops.py`` prints of each op.
+
+    Args:
+        ops: of a package.
+    """
+    return {
+        "backends": sorted({op.rendered.backend for op in ops}),
         "ops": [
             {
                 "name": op.name, "comment": wrap(f"{op.fusion_id}: {op.summary}"), "file": op.file,
                 "launch": list(op.launch.items()), "launcher": f"{op.rendered.backend}_launcher",
                 "inputs": [laid(one, meta) for one, meta in op.inputs],
-                "outputs": [laid(one, meta) for one, meta in op.outputs],
+                "outputs": [laid(one, meta) for one, meta in op.outputs], "in_place": op.in_place,
             }
             for op in ops
         ],
-        "device": machine.device_kind, "flags": {op.file: op.rendered.flags for op in ops if op.rendered.flags},
-        "torch_version": machine.torch, "tool": machine.tool, "environment": machine, "workload": report.workload,
-        "aten_ops": [], "class_name": report.workload.model_id,
+        "flags": {op.file: op.rendered.flags for op in ops if op.rendered.flags},
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
 from fusion_advisor.records import OpClass, Status
+from fusion_advisor.records.op_facts import overload_free
 from fusion_advisor.verify.subgraph_oracle import original_chain
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -166,7 +167,7 @@ def _places(bench: Bench, site: SiteRewrite, trees: dict[str, ast.Module]) -> li
     fewest = find_statements(trees[shared.file], shared.function, shared.lines)
     others = _others(bench, index_of, frames, shared, fewest, members, module)
     if others:
-        name = bench.ops[others[0]].target.removeprefix("aten.").partition(".")[0]
+        name = overload_free(bench.ops[others[0]].target)
         where = f"lines {fewest.first_line} to {fewest.last_line}" if len(fewest.body) > 1 else f"line {fewest.first_line}"
         verb = "also compute" if len(fewest.body) > 1 else "also computes"
         raise NotExpressed(f"{where} of {Path(shared.file).name} {verb} {name}, which is no op of the chain")

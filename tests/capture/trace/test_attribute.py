@@ -125,7 +125,7 @@ def test_on_a_cpu_the_ops_that_compute_are_the_launches():
 def test_on_a_cpu_a_composite_passes_its_time_on():
     x = torch.randn(64, 64)
     step = cpu_step(lambda: (x.to(torch.float64), x.t().contiguous(), x.to(torch.float32)))
-    assert [launch.category for launch in step.launches] == ["memory", "memory"]
+    assert [launch.category for launch in step.launches] == ["pointwise", "memory"]
 
 
 def test_on_a_cpu_a_fused_kernel_is_its_own_range():

@@ -54,7 +54,9 @@ def steps(fused, kwargs, count):
 def live_storages():
     """Address and bytes of each storage that some tensor in the process holds."""
     gc.collect()
-    tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cpu]
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    found = [value for value in gc.get_objects() if type(value) in kinds and value.is_cpu]
+    tensors = [value for value in found if value.layout is torch.strided]
     return {(one.data_ptr(), one.nbytes()) for one in (tensor.untyped_storage() for tensor in tensors)}
 
 

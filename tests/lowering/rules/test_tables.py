@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from fusion_advisor.lowering.rules.norm_backward import RESULTS
 from fusion_advisor.lowering.rules.tables import LOWERABLE, POINTWISE, RESHAPES, SPECIAL, VIEWS, CannotLower, compute_dtype
 from tests.kernel_cases.lowered import check, lower_function, run
 
@@ -305,7 +306,7 @@ def test_compute_dtypes():
 
 
 def test_every_rule_belongs_to_an_op_of_torch():
-    assert {*POINTWISE, *SPECIAL, *VIEWS, *RESHAPES, "repeat_interleave"} == LOWERABLE
+    assert {*POINTWISE, *SPECIAL, *VIEWS, *RESHAPES, *RESULTS, "repeat_interleave"} == LOWERABLE
     for name in LOWERABLE - {"lift_fresh", "seeded_dropout"}:
         assert hasattr(torch.ops.aten, name), name
     assert torch.ops.fusion_advisor.seeded_dropout is not None
