@@ -16,13 +16,12 @@ import torch
 from fusion_advisor.codegen.common.interface import environment
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import CannotExport
-from fusion_advisor.export.kernel_files.files import ops_listed
 from fusion_advisor.export.kernel_ops import KernelOp
-from fusion_advisor.export.printed import Printed
+from fusion_advisor.export.printed import Printed, ops_listed
 from fusion_advisor.export.readme import call_lines, rows, step_sentence
 from fusion_advisor.records import Report
 
-_COPIED = Path(__file__).parent / "copied"
+COPIED = Path(__file__).parent / "copied"
 _TEMPLATES = content_dir("templates") / "export"
 
 
@@ -43,9 +42,9 @@ def files_of(printed: Printed, report: Report, name: str) -> dict[str, bytes]:
     }
     modules = ("__init__.py", "_adapter.py", "_requirements.py", "bench.py", "example.py", "forward.py")
     files |= {f"{name}/{module}": _rendered(module, context) for module in modules}
-    files[f"{name}/_facts.py"] = (_COPIED / "model_facts.py").read_bytes()
-    files[f"{name}/_graphs.py"] = (_COPIED / "cuda_graphs.py").read_bytes()
-    files[f"{name}/_objects.py"] = (_COPIED / "call_objects.py").read_bytes()
+    files[f"{name}/_facts.py"] = (COPIED / "model_facts.py").read_bytes()
+    files[f"{name}/_graphs.py"] = (COPIED / "cuda_graphs.py").read_bytes()
+    files[f"{name}/_objects.py"] = (COPIED / "call_objects.py").read_bytes()
     if printed.specs:
         files[f"{name}/objects.json"] = (json.dumps(printed.specs, indent=1) + "\n").encode()
     files[f"{name}/expected.json"] = (json.dumps(printed.expected, indent=1, sort_keys=True) + "\n").encode()
@@ -68,7 +67,7 @@ def files_of_ops(ops: Sequence[KernelOp], name: str, device: str) -> dict[str, b
     own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
     modules = ["_launch.py", "ops.py", "prebuild.py", *(module for module in own if (_TEMPLATES / f"{module}.jinja").is_file())]
     files = {f"{name}/{module}": _rendered(module, context) for module in modules}
-    files[f"{name}/_kept.py"] = (_COPIED / "kept_binaries.py").read_bytes()
+    files[f"{name}/_kept.py"] = (COPIED / "kept_binaries.py").read_bytes()
     files[f"{name}/kernels/__init__.py"] = b'"""The kernels, one file each."""\n'
     for op in ops:
         files[f"{name}/kernels/{op.file}"] = op.rendered.file_text.encode()

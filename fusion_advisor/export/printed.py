@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.codegen.common.header_comment import wrap
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.collect import Rewritten
 from fusion_advisor.export.copied.call_objects import Unknown, at, objects_in, spec_of, tensors_in
@@ -243,6 +244,27 @@ def _meta(value: torch.Tensor) -> TensorMeta:
     return TensorMeta(
         shape=tuple(value.shape), stride=value.stride(), dtype=str(value.dtype).removeprefix("torch."), device=value.device.type
     )
+
+
+def ops_listed(ops: Sequence[KernelOp]) -> dict[str, Any]:
+    """Return what the template of ``ops.py`` prints of each op.
+
+    Args:
+        ops: of a package.
+    """
+    return {
+        "backends": sorted({op.rendered.backend for op in ops}),
+        "ops": [
+            {
+                "name": op.name, "comment": wrap(f"{op.fusion_id}: {op.summary}"), "file": op.file,
+                "launch": list(op.launch.items()), "launcher": f"{op.rendered.backend}_launcher",
+                "inputs": [laid(one, meta) for one, meta in op.inputs],
+                "outputs": [laid(one, meta) for one, meta in op.outputs], "in_place": op.in_place,
+            }
+            for op in ops
+        ],
+        "flags": {op.file: op.rendered.flags for op in ops if op.rendered.flags},
+    }  # fmt: skip
 
 
 def laid(name: str, meta: TensorMeta) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusion_advisor.codegen.common.header_comment import wrap
 from fusion_advisor.codegen.common.interface import environment
 from fusion_advisor.content import content_dir
 from fusion_advisor.export.kernel_ops import KernelOp
-from fusion_advisor.export.printed import laid
+from fusion_advisor.export.package import COPIED
+from fusion_advisor.export.printed import ops_listed
 from fusion_advisor.records import Report
 
 _TEMPLATES = content_dir("templates") / "export"
@@ -31,27 +31,6 @@ def ops_context(ops: Sequence[KernelOp], report: Report, name: str) -> dict[str,
     }  # fmt: skip
 
 
-def ops_listed(ops: Sequence[KernelOp]) -> dict[str, Any]:
-    """Return what the template of ``ops.py`` prints of each op.
-
-    Args:
-        ops: of a package.
-    """
-    return {
-        "backends": sorted({op.rendered.backend for op in ops}),
-        "ops": [
-            {
-                "name": op.name, "comment": wrap(f"{op.fusion_id}: {op.summary}"), "file": op.file,
-                "launch": list(op.launch.items()), "launcher": f"{op.rendered.backend}_launcher",
-                "inputs": [laid(one, meta) for one, meta in op.inputs],
-                "outputs": [laid(one, meta) for one, meta in op.outputs], "in_place": op.in_place,
-            }
-            for op in ops
-        ],
-        "flags": {op.file: op.rendered.flags for op in ops if op.rendered.flags},
-    }  # fmt: skip
-
-
 def kernel_files(ops: Sequence[KernelOp], context: Mapping[str, Any], folder: str) -> dict[str, bytes]:
     """Return ``ops.py``, the launchers and the kernels of a package, by path.
 
@@ -64,6 +43,7 @@ def kernel_files(ops: Sequence[KernelOp], context: Mapping[str, Any], folder: st
     own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
     modules += [module for module in own if (_TEMPLATES / f"{module}.jinja").is_file()]
     files = {f"{folder}{module}": rendered(f"export/{module}", context) for module in modules}
+    files[f"{folder}_kept.py"] = (COPIED / "kept_binaries.py").read_bytes()
     files[f"{folder}kernels/__init__.py"] = b'"""The kernels, one file each."""\n'
     return files | {f"{folder}kernels/{op.file}": op.rendered.file_text.encode() for op in ops}
 

@@ -144,7 +144,7 @@ def judge(backend, folder):
         assert isinstance(kernel, SeveralKernels) == bool(rendered.parts) == (backend.name == "triton" and shape[0] >= 640)
         found, again = (launched(kernel, lowered, ops, inputs) for _ in range(2))
         truth, eager = results(bias_gradient, [one.double() for one in inputs]), results(bias_gradient, inputs)
-        # The interpreter cuts bfloat16 off where a GPU rounds: twice the error of one rounding. In fp32 the limit of a check holds.
+        # The interpreter cuts bfloat16 off where a GPU rounds: twice the error of one rounding. In fp32 a check's limit holds.
         slack = 2.2 if backend.name == "triton" and dtype is torch.bfloat16 else 1.5 if dtype is torch.float32 else 1.1
         for ours, same, theirs, want in zip(found, again, eager, truth, strict=True):
             assert torch.equal(ours, same), (dtype, shape)
