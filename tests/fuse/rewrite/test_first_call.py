@@ -35,7 +35,7 @@ FAULTS = {
     "loops for ever": ("for (volatile int on = 1; on;) {}", "did not end within 2 s"),
     "ends the process": ("exit(3);", "ended its process with exit status 3"),
     "reads past the end": ("volatile float last = x[n];", "crashed (SIGSEGV)"),
-    "writes before the start": ("((volatile char *)out)[-8192] = 1;", "crashed (SIGSEGV)"),
+    "writes before the start": ("((volatile char *)out)[-4096] = 1;", "crashed (SIGSEGV)"),
 }
 DECLARED = 'extern "C" void abort();\nextern "C" void exit(int);\n'
 
