@@ -81,5 +81,6 @@ def test_thirty_steps_stay_as_near_to_eager_as_eager_to_itself(name):
     assert theirs[-1] < 0.9 * theirs[0]
     noise = (band - theirs).abs().cummax(0).values
     assert ((ours - theirs).abs() <= 5 * noise + 1e-5 * theirs).all(), (ours - theirs, noise)
-    for (key, mine), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert (mine - other).norm() <= 0.02 * other.norm() + 1e-3, key
+    for (key, mine), other, again in zip(model.named_parameters(), plain.parameters(), turned.parameters(), strict=True):
+        # A key's bias has a gradient of 0: what is left is rounding, and Adam takes steps of full size by its sign.
+        assert (mine - other).norm() <= 0.02 * other.norm() + 1e-3 + 2 * (again - other).norm(), key
