@@ -302,10 +302,10 @@ def _cause(error: Exception) -> str:
 def _dynamos_cause(text: str) -> str:
     """Say in one line what dynamo says in twenty: its headline, its explanation, and the last line of the user's code."""
     lines = [line.strip() for line in text.strip().splitlines()]
-    told = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), "")
+    explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), "")
     places = re.findall(r'File "([^"]+)", line (\d+), in', text.partition("from user code:")[2])
     where = f" ({relative_path(places[-1][0])}:{places[-1][1]})" if places else ""
-    return f"{lines[0]}{': ' if told else ''}{told}{where}"
+    return f"{lines[0]}{': ' if explanation else ''}{explanation}{where}"
 
 
 def writes_to_inputs(region: Region) -> bool:

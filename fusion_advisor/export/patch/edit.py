@@ -18,7 +18,7 @@ class Edit:
     Attributes:
         statements: the fallback.
         call: name of the package's function.
-        results: source of what the statements leave behind.
+        results: source of the variables that the statements set.
         count: results of the kernel.
     """
 

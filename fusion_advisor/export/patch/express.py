@@ -52,7 +52,7 @@ class Expressed:
         seen: one for each value that is passed: its layout, or source of the plain value that it must be.
         operands: of the kernel.
         facts: what the module must be.
-        results: source of what the statements leave behind, with :data:`RESULT` for the kernel's result.
+        results: source of the variables that the statements set, with :data:`RESULT` for the kernel's result.
     """
 
     op: KernelOp
@@ -166,7 +166,7 @@ def _operand(given: TensorMeta, source: int | str, seen: Sequence[TensorMeta | s
 def _results(
     operands: Sequence[Operand], chain: OriginalChain, statements: Statements, observed: Observed
 ) -> tuple[str, ...] | None:
-    """Return what the statements leave behind in terms of the kernel's results; None where the operands are others."""
+    """Return the variables that the statements set, in terms of the kernel's results; None where the operands are others."""
     values = [_drawn(observed.values[name], number) for number, name in enumerate(statements.reads)]
     roots = [_root(one, values, observed) for one in operands]
     made = chain.run(roots)

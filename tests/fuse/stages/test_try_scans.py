@@ -20,11 +20,12 @@ from fusion_advisor.fuse.stages.gemm_sites import observe
 from fusion_advisor.records import Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.workload.load import describe_live
+from tests.fuse import test_pipeline
 from tests.fuse.live.test_saved_plan import save
-from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
 from tests.kernel_cases import recurrences
 from tools.zoo.plain import SelectiveScan
 
+pytestmark, quick = test_pipeline.pytestmark, test_pipeline.quick
 STEPS, LAYERS = 50, 2
 
 
@@ -38,7 +39,7 @@ def planted(status):
     def on_top(*_, name, **__):
         return Verdict(id=name, status=status, reason="planted", delta_ns=-5, interval_ns=(-6, -4))
 
-    return verdicts(keep_all, on_top=on_top)
+    return test_pipeline.verdicts(test_pipeline.keep_all, on_top=on_top)
 
 
 def row_of(run):
@@ -46,7 +47,7 @@ def row_of(run):
     return row
 
 
-def test_the_whole_loop_and_its_saved_plan(quick):  # noqa: F811
+def test_the_whole_loop_and_its_saved_plan(quick):
     loaded = workload()
     twin = copy.deepcopy(loaded.model)
     run = apply_workload(loaded, replace(quick, only=("recurrence",)), instruments=planted(Status.KEPT))
@@ -71,7 +72,7 @@ def test_the_whole_loop_and_its_saved_plan(quick):  # noqa: F811
         assert model.fallbacks == {}
 
 
-def test_one_that_does_not_pay_is_dropped(quick):  # noqa: F811
+def test_one_that_does_not_pay_is_dropped(quick):
     loaded = workload()
     run = apply_workload(loaded, replace(quick, only=("recurrence",)), instruments=planted(Status.SLOWER))
     assert row_of(run).status is Status.SLOWER and row_of(run).receipt.sites_replaced == 0
@@ -123,6 +124,6 @@ def test_the_last_state_is_handed_out(tmp_path):
 
 
 @pytest.mark.parametrize("skip", ["recurrence", "scan-kernels"])
-def test_skip_names_them(quick, skip):  # noqa: F811
+def test_skip_names_them(quick, skip):
     run = apply_workload(workload(), replace(quick, only=(), skip=(skip, "*")), instruments=planted(Status.KEPT))
     assert not [fusion for fusion in run.report.fusions if fusion.kernel == "recurrence"]

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional
 
 from fusion_advisor.runtime.torch_internals import autocast
 from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
@@ -17,12 +17,13 @@ W = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
 
 def lower(x, w):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return F.linear(x, w) * 2
+        return functional.linear(x, w) * 2
 
 
 def higher(x, w):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return F.cross_entropy(F.linear(x, w), torch.zeros(4, dtype=torch.long)), F.linear(x, w).norm(dim=-1)
+        loss = functional.cross_entropy(functional.linear(x, w), torch.zeros(4, dtype=torch.long))
+        return loss, functional.linear(x, w).norm(dim=-1)
 
 
 def several(x, w):

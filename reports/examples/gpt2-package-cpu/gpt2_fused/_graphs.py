@@ -67,7 +67,7 @@ class Graphs:
         recorder: records.
         tensors: of the model: parameters and buffers.
         written: paths of the call's tensors that the forward writes into.
-        note: is told why a call has no graph.
+        note: gets the reason why a call has no graph.
     """
 
     def __init__(
