@@ -152,7 +152,7 @@ def test_a_box_of_the_icicle_opens_its_branch(visit: Callable[..., Any]) -> None
     branch = page.locator(link.get_attribute("href"))
     assert branch.get_attribute("open") is None
     link.click()
-    page.wait_for_function("document.querySelector('.branch:target').open")
+    page.locator(".branch:target[open]").wait_for()
     assert branch.get_attribute("open") is not None
 
 
@@ -165,8 +165,7 @@ def test_the_next_commands_are_copied(browser: Any, files: dict[str, str]) -> No
     for place, text in commands.items():
         button = page.locator(f"[data-copy={place}]")
         button.click()
-        page.wait_for_function(f"document.querySelector('[data-copy={place}]').textContent !== 'Copy'")
-        assert button.text_content() == "Copied"
+        button.and_(page.get_by_text("Copied", exact=True)).wait_for()
         assert text in page.evaluate("navigator.clipboard.readText()")
     context.close()
 
