@@ -61,7 +61,7 @@ from fusion_advisor.records.step import (
     Training,
     WarmUp,
 )
-from fusion_advisor.records.trace import TraceChain, TraceKernel, TraceReport
+from fusion_advisor.records.trace import TraceChain, TraceKernel, TraceRank, TraceReport
 
 __all__ = [
     "COMPILED",
@@ -121,6 +121,7 @@ __all__ = [
     "TooBusy",
     "TraceChain",
     "TraceKernel",
+    "TraceRank",
     "TraceReport",
     "Training",
     "Tuning",

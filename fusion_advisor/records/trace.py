@@ -47,6 +47,26 @@ class TraceChain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRank:
+    """One rank's trace of several; compute, communication, waiting and idle add up to its span."""
+
+    rank: int
+    trace: str
+    """Name of its file."""
+    device: str
+    span_ns: int
+    compute_ns: int
+    communication_ns: int
+    """Only a collective ran, and all ranks had come to it."""
+    waiting_ns: int
+    """Only a collective ran, and another rank had not come to it."""
+    idle_ns: int
+    hidden_ns: int
+    """A collective ran beside compute; part of compute_ns."""
+    collectives: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReport:
     """Findings from a torch.profiler trace without the model."""
 
@@ -86,6 +106,8 @@ class TraceReport:
     unknown: tuple[str, ...]
     """Limits of this trace, one sentence each."""
     warnings: tuple[str, ...] = ()
+    ranks: tuple[TraceRank, ...] = ()
+    """Of a folder with a trace for each rank, whose counts and times all other fields sum up; empty for one file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

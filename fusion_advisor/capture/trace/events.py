@@ -23,6 +23,8 @@ KERNEL_RANGE = "fa:kernel:"
 """Stands for a fused kernel on a CPU, where it is no ATen op."""
 MODULE_RANGE = "fa:module:"
 """The call of a submodule; its path follows."""
+GLOO_RANGE = "gloo:"
+"""A collective between CPUs, on a thread of the process group until it ends; the op that asks for it returns at once."""
 _STEPS = (STEP_RANGE, "ProfilerStep#")
 _RANGES = ("fa:", *_STEPS)
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -151,7 +153,9 @@ def _kind(category: str, name: str) -> str:
         return category
     if category in _RUNTIME and _is_launching(name):
         return "launch"
-    return "range" if category == _ANNOTATION and name.startswith(_RANGES) else ""
+    if category != _ANNOTATION:
+        return ""
+    return "range" if name.startswith(_RANGES) else "cpu_op" if name.startswith(GLOO_RANGE) else ""
 
 
 def _is_launching(name: str) -> bool:

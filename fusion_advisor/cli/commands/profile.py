@@ -24,7 +24,11 @@ def profile(
     ] = "",
     trace_file: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Instead of a model: a torch.profiler trace, .json or .json.gz."),
+        typer.Option(
+            "--trace",
+            metavar="PATH",
+            help="Instead of a model: a torch.profiler trace, .json or .json.gz; or a folder with one of each rank.",
+        ),
     ] = None,
     revision: options.RevisionOpt = None,
     dtype: options.DtypeOpt = None,

@@ -114,10 +114,10 @@ def profile_workload(loaded: Loaded, options: ProfileOptions, progress: Progress
 
 
 def profile_trace(path: Path, progress: Progress, **options: Any) -> TraceReport:
-    """Rank what a trace holds, without its model."""
-    report: TraceReport = import_module("fusion_advisor.fuse.modes.trace_profile").profile_trace(
-        path, progress=progress, **options
-    )
+    """Rank what a trace holds, or the traces of all ranks in a folder, without its model."""
+    modes = "fusion_advisor.fuse.modes"
+    module, function = ("rank_traces", "profile_rank_traces") if path.is_dir() else ("trace_profile", "profile_trace")
+    report: TraceReport = getattr(import_module(f"{modes}.{module}"), function)(path, progress=progress, **options)
     return report
 
 

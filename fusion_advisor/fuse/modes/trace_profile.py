@@ -113,7 +113,7 @@ def rank_trace(
     smallest_ns = _smallest_ns(work)
     rows = [_chain(one, sequences, busy_ns, rate, smallest_ns) for one in repeated]
     chains = sorted((chain for chain in rows if chain.share >= min_share), key=lambda chain: -chain.device_ns)
-    ranked = _ranked(work, busy_ns)
+    ranked = ranked_kernels(((one.kernel_name, one.label, one.category, 1, one.busy_ns) for one in work), busy_ns)
     has_shapes = any(item.inputs for item in work)
     joined_share = sum(item.busy_ns for item in work if item.call >= 0) / max(busy_ns, 1)
     warnings = list(found.warnings)
@@ -132,7 +132,7 @@ def rank_trace(
         busy_ns=busy_ns,
         joined_share=joined_share,
         has_shapes=has_shapes,
-        categories=_categories(work),
+        categories=summed_categories((one.category, 1, one.busy_ns) for one in work),
         ranked=ranked[:top],
         ranked_left_out=max(0, len(ranked) - top),
         chains=tuple(_numbered(chains[:top])),
@@ -242,24 +242,33 @@ def _smallest_ns(work: Iterable[Work]) -> int:
 # -- sums ------------------------------------------------------------------------------------------------------------------
 
 
-def _ranked(work: Iterable[Work], busy_ns: int) -> tuple[TraceKernel, ...]:
+def ranked_kernels(rows: Iterable[tuple[str, str, str, int, int]], busy_ns: int) -> tuple[TraceKernel, ...]:
+    """Sum rows of equal kernels.
+
+    Args:
+        rows: kernel name, op, category, count and nanoseconds of each.
+        busy_ns: what shares are of.
+
+    Returns:
+        A row for each kernel, largest first.
+    """
     sums: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for item in work:
-        key = item.kernel_name, item.label, item.category
-        count, ns = sums.get(key, (0, 0))
-        sums[key] = count + 1, ns + item.busy_ns
-    rows = sorted(sums.items(), key=lambda row: -row[1][1])
+    for *words, more, more_ns in rows:
+        name, op, category = words
+        count, ns = sums.get((name, op, category), (0, 0))
+        sums[name, op, category] = count + more, ns + more_ns
     return tuple(
         TraceKernel(name=name, op=op, category=category, count=count, device_ns=ns, share=ns / max(busy_ns, 1))
-        for (name, op, category), (count, ns) in rows
+        for (name, op, category), (count, ns) in sorted(sums.items(), key=lambda row: -row[1][1])
     )
 
 
-def _categories(work: Iterable[Work]) -> tuple[tuple[str, int, int], ...]:
+def summed_categories(rows: Iterable[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
+    """Sum count and nanoseconds of each category, largest first."""
     sums: dict[str, tuple[int, int]] = {}
-    for item in work:
-        count, ns = sums.get(item.category, (0, 0))
-        sums[item.category] = count + 1, ns + item.busy_ns
+    for name, more, more_ns in rows:
+        count, ns = sums.get(name, (0, 0))
+        sums[name] = count + more, ns + more_ns
     return tuple(sorted(((name, count, ns) for name, (count, ns) in sums.items()), key=lambda row: -row[2]))
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from fusion_advisor.records import RankRun
-from fusion_advisor.report.ranks.rows import ranks_view
+from fusion_advisor.report.ranks.rows import RanksView
 from fusion_advisor.report.terminal.layout import Column, fitted_table, text_line
 
 
-def rank_lines(run: RankRun | None, console: Console) -> list[RenderableType]:
+def rank_lines(view: RanksView | None, console: Console) -> list[RenderableType]:
     """Return a table with a row for each rank; empty where there was one process.
 
     Args:
-        run: the report's.
+        view: of the ranks.
         console: whose width counts.
     """
-    view = ranks_view(run)
     if view is None:
         return []
     cells = list(zip(*view.rows, strict=True))

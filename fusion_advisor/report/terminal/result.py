@@ -12,6 +12,7 @@ from fusion_advisor.records import Chain, Fusion, GraphRewrite, Match, Report, S
 from fusion_advisor.report import baseline_rows, clocks, first_screen, kernel_rows, quality, shared_rows, waterfall_rows
 from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline, kept_count
+from fusion_advisor.report.ranks.rows import ranks_view
 from fusion_advisor.report.terminal.compare import gate_lines
 from fusion_advisor.report.terminal.layout import TONES, Column, fitted_table, is_ascii, text_line
 from fusion_advisor.report.terminal.ranks import rank_lines
@@ -35,7 +36,7 @@ def profile_table(report: Report, console: Console) -> RenderableType:
     lines.append(text_line(headline(report).text, console))
     if "Save" in table.plain.partition("\n")[0]:  # a narrow terminal drops the column
         lines.append(text_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
-    return Group(*lines, *rank_lines(report.ranks, console), *_launches(report, console), *_findings(report, console))
+    return Group(*lines, *rank_lines(ranks_view(report.ranks), console), *_launches(report, console), *_findings(report, console))
 
 
 def _training(report: Report, parts: Training, console: Console) -> list[RenderableType]:
@@ -73,7 +74,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         lines += [fitted_table(_fusion_columns(report), console), Text("")]
     else:
         lines.append(text_line("No rewrite was tried: no chain had a kernel.", console))
-    lines += [*size_lines(report.shapes, console), *rank_lines(report.ranks, console), *_baselines(report, console)]
+    lines += [*size_lines(report.shapes, console), *rank_lines(ranks_view(report.ranks), console), *_baselines(report, console)]
     details = (
         waterfall_rows.sum_line(report),
         shared_rows.launch_line(report),

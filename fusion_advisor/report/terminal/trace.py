@@ -8,13 +8,16 @@ from rich.text import Text
 from fusion_advisor import units
 from fusion_advisor.records import TraceChain, TraceReport
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.report.ranks.rows import trace_ranks_view
 from fusion_advisor.report.terminal.layout import Column, column_table, plain
+from fusion_advisor.report.terminal.ranks import rank_lines
 
 
 def trace_table(report: TraceReport, console: Console) -> RenderableType:
     """Return the chains and kernels of a trace, and the sentences that limit them."""
     lines: list[RenderableType] = [_line(_context(report), console, "bold")]
     lines += [_line(f"! {warning}.", console, "yellow") for warning in report.warnings]
+    lines += rank_lines(trace_ranks_view(report.ranks), console)
     if report.chains:
         lines += [column_table(_chain_columns(report), console), _line(trace_summary(report), console)]
         if any(chain.saving_bound_ns is not None for chain in report.chains):

@@ -70,6 +70,19 @@ def test_json_and_quiet(run: Run, qwen: Path) -> None:
     assert run("profile", "--trace", str(qwen), "-q").out == "27.1% of GPU time is in 3 chains that repeat.\n"
 
 
+def test_a_folder_has_a_row_for_each_rank(run: Run, tmp_path: Path) -> None:
+    for rank, us in ((0, 30.0), (1, 10.0)):
+        recorder = Recorder().op("aten::linear", ("nvjet", 60.0 - us)).op("", ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", us))
+        write(tmp_path / f"rank{rank}.json", recorder.document(distributedInfo={"rank": rank, "world_size": 2}))
+    ran = run("profile", "--trace", str(tmp_path))
+    assert ran.code == 0
+    assert "2 ranks: communication takes 16" in ran.out and "waiting for one another 16" in ran.out
+    assert "Rank 1 computes 66.7% longer than rank 0." in " ".join(ran.out.split())
+    cells = [line.split() for line in ran.out.splitlines() if line.startswith(("0 ", "1 "))]
+    assert [line[0] for line in cells] == ["0", "1"] and "Hidden" in ran.out
+    assert cells[0][3:9] == ["30.0", "µs", "10.0", "µs", "20.0", "µs"]
+
+
 def test_mistakes_have_their_codes(run: Run, tmp_path: Path) -> None:
     broken = write(tmp_path / "broken.json.gz", Recorder().op("aten::add", "add_kernel").document())
     broken.write_bytes(broken.read_bytes()[:-20])
