@@ -104,6 +104,7 @@ def context_line(report: Report) -> str:
     size += f" + {work.new_tokens} new" if work.new_tokens else ""
     revision = f"@{work.revision[:7]}" if work.revision else ""
     parts = [visible(work.model_id, 80) + revision, report.environment.device_name, work.dtype, work.phase, size]
+    parts += [f"{len(report.ranks.rows)} ranks"] if report.ranks is not None else []
     return " · ".join(part for part in parts if part)
 
 

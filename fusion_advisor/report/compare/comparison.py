@@ -16,6 +16,7 @@ from fusion_advisor import units
 from fusion_advisor.records import COMPILED, Gate, Report, Status, StepProfile, Timing
 from fusion_advisor.report import baseline_rows, clocks, shared_rows
 from fusion_advisor.report.compare.rewrites import RewriteChange, rewrite_changes
+from fusion_advisor.report.compare.scaling import Scaling, rank_count, scaling
 from fusion_advisor.report.headline import kept_count
 
 COMPARE_SCHEMA = "fusion-advisor-compare/1"
@@ -117,6 +118,8 @@ class Comparison:
     """Categories, kernels and chains, by how much they changed."""
     rewrites: tuple[RewriteChange, ...]
     caveats: tuple[str, ...]
+    scaling: Scaling | None = None
+    """Over ranks; None where both runs had one process."""
     gates: tuple[Gate, ...] = ()
 
     @property
@@ -178,6 +181,7 @@ def compare(a: Report, b: Report, a_state: State, b_state: State) -> Comparison:
                 )
             )
         ),
+        scaling=None if is_blocked else scaling(a, b, a_step, b_step),
     )
 
 
@@ -236,6 +240,7 @@ def _differences(a: Report, b: Report) -> Iterable[Difference]:
         ("cached tokens", x.context, y.context, True),
         ("new tokens", x.new_tokens, y.new_tokens, True),
         ("layers", x.layers or "all", y.layers or "all", True),
+        ("ranks", rank_count(a), rank_count(b), False),
         ("revision", x.revision[:12], y.revision[:12], False),
         ("torch", e.torch, f.torch, False),
         ("triton", e.triton, f.triton, False),
@@ -362,7 +367,7 @@ def _larger_ns(row: TimeChange) -> int:
 
 def _drift(a: Report, b: Report, noise: float) -> Iterable[str]:
     """The control: the same eager step, measured in both runs, should take the same time."""
-    if a.before.wall is None or b.before.wall is None or a.run_id == b.run_id:
+    if a.before.wall is None or b.before.wall is None or a.run_id == b.run_id or rank_count(a) != rank_count(b):
         return
     left, right = a.before.wall, b.before.wall
     threshold = max(noise, TRACE_TOLERANCE_SHARE) * left.median_ns

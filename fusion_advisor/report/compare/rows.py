@@ -18,6 +18,7 @@ from fusion_advisor.report.compare.comparison import (
     Verdict,
 )
 from fusion_advisor.report.compare.rewrites import RewriteChange
+from fusion_advisor.report.compare.scaling import Scaling
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.headline import Headline
 
@@ -101,10 +102,18 @@ def step_table(shown: Comparison) -> Table:
         text = units.number if row.unit == "launches" else units.size
         change = "" if shown.obstacles else units.relative_change(row.a, row.b)
         rows.append(Row(row.name, text(row.a), text(row.b), change, _NO_VERDICT))
+    if shown.scaling is not None:
+        rows.append(_scaling_row(shown.scaling))
     a, b = shown.a_speedup, shown.b_speedup
     if a is not None and b is not None and (shown.a.state, shown.b.state) != ("eager", "eager"):
         rows.append(Row("Speed over its own eager", units.speedup(a.ratio), units.speedup(b.ratio), "", _NO_VERDICT))
     return Table("Step", tuple(rows), ())
+
+
+def _scaling_row(found: Scaling) -> Row:
+    share = found.efficiency_share
+    words = "" if share is None or found.a_ranks == found.b_ranks else f"{units.share(share)} of linear scaling"
+    return Row("Ranks", units.number(found.a_ranks), units.number(found.b_ranks), words, _NO_VERDICT)
 
 
 def change_tables(shown: Comparison) -> tuple[Table, ...]:

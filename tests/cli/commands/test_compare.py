@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_advisor.records import Report, Status
+from fusion_advisor.records import RankRun, RankTime, Report, Status
 from fusion_advisor.records.serialize import read_report, write_report
 from fusion_advisor.report.compare.comparison import COMPARE_SCHEMA
 from tests.cli.conftest import Core, Ran
@@ -59,6 +59,42 @@ def test_the_same_run_twice_is_eager_against_applied(run: Run) -> None:
     assert ran.code == 9
     assert "error[FA508]: the run `@last` has no `compile` step" in ran.err
     assert "only measured with --compile" in ran.err
+
+
+def on_ranks(count: int, factor: float, way: str = "tensor parallel") -> Report:
+    """The made-up run on several ranks, each step ``factor`` times as long."""
+    report = slower(applied(), factor)
+    assert report.before.wall is not None
+    before = replace(report.before, wall=timing(int(report.before.wall.median_ns * factor), method="wall"))
+    rows = tuple(
+        RankTime(rank=rank, device="cuda", compute_ns=7_000_000, communication_ns=700_000, waiting_ns=0, idle_ns=0)
+        for rank in range(count)
+    )
+    return replace(report, before=before, ranks=RankRun(way=way, rows=rows))
+
+
+@pytest.mark.parametrize(
+    ("way", "factor", "share"),
+    [("tensor parallel", 0.625, "80.0% of linear scaling"), ("replicas", 1.25, "80.0% of linear scaling")],
+)
+def test_other_numbers_of_ranks_are_a_scaling(run: Run, way: str, factor: float, share: str) -> None:
+    """Two ranks that share a step would take half its time; two replicas the same."""
+    put("20300101-000000-aaaaaa", applied())
+    put("20300102-000000-bbbbbb", on_ranks(2, factor, way))
+    ran = run("compare", "20300101", "20300102")
+    assert ran.code == 0, ran.err
+    (line,) = (line for line in ran.out.splitlines() if line.startswith("Ranks "))
+    assert line.split()[:3] == ["Ranks", "1", "2"] and share in line
+    assert "The eager step itself changed" not in ran.out
+    assert json.loads(run("compare", "20300101", "20300102", "--json").out)["scaling"]["b_ranks"] == 2
+    assert "Ranks" not in run("compare", "20300101", "20300101").out
+
+
+def test_replicas_and_split_models_have_no_scaling_in_common(run: Run) -> None:
+    put("20300101-000000-aaaaaa", on_ranks(2, 0.6))
+    put("20300102-000000-bbbbbb", on_ranks(4, 1.0, "replicas"))
+    ran = run("compare", "20300101", "20300102")
+    assert "linear scaling" not in ran.out and "Ranks" in ran.out
 
 
 def test_a_state_that_no_run_has(run: Run) -> None:
