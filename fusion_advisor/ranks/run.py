@@ -23,12 +23,12 @@ from fusion_advisor.ranks.split import rank_times, told_of
 from fusion_advisor.records import Capture, RankRun, RankTime, Report
 from fusion_advisor.records.serialize import encode
 from fusion_advisor.runtime.call_tensors import tensors_in
-from fusion_advisor.workload.inputs import input_metas
+from fusion_advisor.workload.inputs import input_metas, make_inputs
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
 
-PHASES = ("forward", "prefill")
-"""Steps that run on several ranks: the others write a cache, or draw their gradients through collectives."""
+PHASES = ("forward", "prefill", "decode")
+"""Steps that run on several ranks: training draws its gradients through collectives, and generate is many steps."""
 
 
 def check_start(ranks: Ranks, request: Any) -> None:
@@ -80,6 +80,8 @@ def placed(loaded: LoadedWorkload, ranks: Ranks) -> LoadedWorkload:
         leave_room(loaded.model)
         if loaded.record.device != "cpu":
             torch.cuda.empty_cache()
+        if loaded.request.phase == "decode":
+            loaded = _with_own_cache(loaded)
     shapes = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in loaded.model.state_dict().items()]
     ranks.agree("the model", "\n".join(shapes))
     parameters = list(loaded.model.parameters())
@@ -90,6 +92,14 @@ def placed(loaded: LoadedWorkload, ranks: Ranks) -> LoadedWorkload:
         parameter_count=sum(one.numel() for one in parameters),
     )
     return replace(loaded, record=record)
+
+
+def _with_own_cache(loaded: LoadedWorkload) -> LoadedWorkload:
+    """Fill a cache by the split model: it holds the heads of this rank alone."""
+    model = loaded.model
+    parameter = next(model.parameters())
+    made = make_inputs(model, loaded.request, device=parameter.device, dtype=parameter.dtype)
+    return replace(loaded, args=made.args, kwargs=made.kwargs)
 
 
 def _sample(model: torch.nn.Module) -> str:

@@ -15,6 +15,7 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.ranks.group import join
 from fusion_advisor.ranks.run import apply_on_ranks, placed
+from fusion_advisor.workload.inputs import make_inputs
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.request import WorkloadRequest
 from tests.ranks import models
@@ -22,19 +23,26 @@ from tests.ranks import models
 OPTIONS = ApplyOptions(effort="quick", keep="verified", runs=3, steps=1, warmup=1)
 
 
-def applied(ranks, model, kwargs, tp):
-    """Apply to this rank's part of a model; returns it, and how many kernels of ours a call launches."""
-    loaded = describe_live(model, (), kwargs)
-    request = WorkloadRequest(model_id="tiny", device="cpu", tp=tp)
-    loaded = placed(replace(loaded, request=request), ranks)
+DECODE = WorkloadRequest(model_id="tiny", device="cpu", phase="decode", context=9)
+
+
+def applied(ranks, model, kwargs, request):
+    """Apply to this rank's part of a model; returns it with the arguments of a call: a split model has a cache of its own."""
+    loaded = placed(replace(describe_live(model, (), kwargs), request=request), ranks)
     run = apply_on_ranks(ranks, loaded, OPTIONS, Progress(), lambda _: None)
-    return run.fused
+    return run.fused, loaded.kwargs
 
 
-def error_of(fused, kwargs, whole):
+def decode_inputs(model):
+    """A token, and a cache that the model has filled with others."""
+    parameter = next(model.parameters())
+    return make_inputs(model, DECODE, device=parameter.device, dtype=parameter.dtype).kwargs
+
+
+def error_of(fused, kwargs, whole, truth_kwargs):
     """The relative L2 error of the logits against the whole model in fp64."""
     with torch.no_grad():
-        truth = copy.deepcopy(whole).double()(**kwargs).logits
+        truth = whole(**truth_kwargs).logits
         ours = fused(**kwargs).logits.double()
     return float((ours - truth).norm() / truth.norm())
 
@@ -42,12 +50,15 @@ def error_of(fused, kwargs, whole):
 def main():
     """Print a line for each model."""
     ranks = join()
-    for name, tp in (("llama", "auto"), ("qwen2", "auto"), ("ddp", None)):
+    for name, tp in (("llama", "auto"), ("qwen2", "auto"), ("decode", "auto"), ("ddp", None)):
         model, kwargs = models.tiny_qwen2() if name == "qwen2" else models.tiny_llama()
-        whole = copy.deepcopy(model)
-        fused = applied(ranks, model, kwargs, tp)
+        whole = copy.deepcopy(model).double()
+        request = WorkloadRequest(model_id="tiny", device="cpu")
+        if name == "decode":
+            request, kwargs = DECODE, decode_inputs(model)
+        fused, own_kwargs = applied(ranks, model, kwargs, replace(request, tp=tp))
         called = DistributedDataParallel(model) if name == "ddp" else model
-        error = error_of(called, kwargs, whole)
+        error = error_of(called, own_kwargs, whole, decode_inputs(whole) if name == "decode" else kwargs)
         sys.stdout.write(f"RESULT {name} {ranks.rank} {fused.launches} {error:.3e}\n")
     sys.stdout.flush()
     dist.barrier()

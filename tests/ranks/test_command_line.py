@@ -61,8 +61,8 @@ def test_ranks_start_with_one_request_and_a_phase_that_runs_on_several():
     assert both(lambda group: check_start(group, WorkloadRequest(model_id="m"))) == [None, None]
     found = both(lambda group: check_start(group, WorkloadRequest(model_id="m", seq_len=8 + group.rank)))
     assert all("differs from rank 0 in the request" in str(one) for one in found)
-    with pytest.raises(UsageError, match="--phase decode does not run on several ranks"):
-        check_start(SimpleNamespace(), WorkloadRequest(model_id="m", phase="decode"))
+    with pytest.raises(UsageError, match="--phase generate does not run on several ranks"):
+        check_start(SimpleNamespace(), WorkloadRequest(model_id="m", phase="generate"))
 
 
 def test_a_rank_that_speaks_shows_its_progress():

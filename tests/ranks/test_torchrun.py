@@ -55,9 +55,9 @@ def test_split_and_fused_outputs_are_those_of_one_process(tmp_path):
     done = run("tests.ranks.outputs", cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = sorted(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RESULT"))
-    assert [line[:2] for line in lines] == [[name, rank] for name in ("ddp", "llama", "qwen2") for rank in ("0", "1")], (
-        done.stdout
-    )
+    assert [line[:2] for line in lines] == [
+        [name, rank] for name in ("ddp", "decode", "llama", "qwen2") for rank in ("0", "1")
+    ], done.stdout
     for _, _, launches, error in lines:
         assert int(launches) > 0 and float(error) < 2e-6
 
