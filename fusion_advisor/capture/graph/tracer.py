@@ -250,7 +250,7 @@ def _run_under_dynamo(
     lines = contextlib.nullcontext() if collector.with_lines else dynamo.without_source_lines()
     try:
         with (
-            refusals_told(model_id), torch.no_grad(), dynamo.raise_recompile_limit(64), dynamo.no_collection(),
+            refusals_told(model_id), torch.no_grad(), dynamo.raise_recompile_limit(1024), dynamo.no_collection(),
             collector_paused(), dispatcher.linear_in_one_step(), lines,
         ):  # fmt: skip
             return in_one_piece(lambda: compiled.call(*args, **kwargs))

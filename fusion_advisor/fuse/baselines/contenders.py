@@ -239,7 +239,7 @@ def measure_all(
     in_order = sorted(contenders, key=lambda one: not one.is_required)
     failed: dict[str, Baseline] = {}
     ready: list[_Ready] = []
-    with torch.no_grad(), dynamo.raise_recompile_limit(64):
+    with torch.no_grad(), dynamo.raise_recompile_limit(1024):
         for number, contender in enumerate(in_order):
             if not contender.is_required:  # the others take no time to make ready
                 if number and in_order[number - 1].is_required:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse.direct.unchanged import Unchanged
-from fusion_advisor.runtime.torch_internals import compiled_code
+from fusion_advisor.runtime.torch_internals import compiled_code, dynamo
 from fusion_advisor.runtime.torch_internals.compiled_code import CompiledCode
 
 _VARARGS, _VARKEYWORDS = 0x04, 0x08
@@ -145,7 +145,8 @@ class Shortcut:
                 return direct.run(args, kwargs)
             if not direct.is_current():  # what was noted of the model holds no longer: it is noted anew
                 self.direct = None
-        return self._call(*args, **kwargs)
+        with dynamo.room_for_graphs():
+            return self._call(*args, **kwargs)
 
     def forget(self) -> None:
         """Hold nothing of the model any more, and begin anew."""

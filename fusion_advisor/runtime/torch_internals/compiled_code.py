@@ -53,10 +53,15 @@ def compiled_codes(function: FunctionType) -> Iterator[CompiledCode]:
     for entry in _debug_get_cache_entry_list(function.__code__):
         code = entry.code
         graphs = [name for name in code.co_names if name.startswith(_GRAPH)]
-        if len(graphs) != 1 or any(name.startswith(_RESUME) for name in code.co_names):
+        if len(graphs) != 1 or _goes_on_elsewhere(code):
             continue
         called = function.__globals__.get(graphs[0])
         yield CompiledCode(code, entry.guard_manager.root, innermost(called), entry.guard_manager)
+
+
+def _goes_on_elsewhere(code: CodeType) -> bool:
+    """Whether code calls what dynamo made of the rest of the function: by a global name, or as a constant where it has a closure."""
+    return any(name.startswith(_RESUME) for name in code.co_names) or any(type(one) is CodeType for one in code.co_consts)
 
 
 def innermost(call: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -102,11 +103,23 @@ def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *,
     call = original_call(module)
     if torch._dynamo.trace_rules.check(module.forward):
         call = torch._dynamo.external_utils.wrap_inline(call)
-    isolated: dict[str, Any] = (
-        {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    )
+    isolated: dict[str, Any] = {"isolate_recompiles": True} if isolates() else {}
     compiled: Callable[..., Any] = torch.compile(call, backend=backend, mode=mode, dynamic=False, **isolated)
     return compiled
+
+
+@functools.cache
+def isolates() -> bool:
+    """Whether dynamo can count the graphs of one compiled call apart from all others of the same code: from torch 2.12 on."""
+    return "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+def room_for_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Let a call compile a graph anew, however many other models of its class were captured.
+
+    Where dynamo counts them together, a call beyond its limit of 8 marks the class's code: no later capture would see its ops.
+    """
+    return contextlib.nullcontext() if isolates() else raise_recompile_limit(1024)
 
 
 @contextlib.contextmanager
@@ -135,7 +148,7 @@ def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
     """Let dynamo keep ``limit`` graphs per code object while the context lasts.
 
     Each capture is a backend of its own; with dynamo's default of 8, the ninth profile of one process would silently run eager.
-    Entering it costs half a millisecond: use it around calls that compile, not around every call.
+    Entering it costs 30 µs: use it around calls that compile, not around every call.
     """
     return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit * 8))
 

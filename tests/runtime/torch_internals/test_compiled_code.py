@@ -64,3 +64,23 @@ def test_dynamo_trusts_tensors_in_dicts_unless_configured():
     assert compiled_code.trusts_tensors_in_dicts()
     with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
         assert not compiled_code.trusts_tensors_in_dicts()
+
+
+def test_code_that_goes_on_in_a_closure_of_its_own_is_no_whole_function():
+    """Where the rest of a function has a closure, torch 2.11 keeps it as a constant and not by a global name."""
+    shift = torch.ones(3)
+
+    class Base:
+        def forward(self, x):
+            return x * 2
+
+    class Broken(Base):
+        def forward(self, x):
+            y = super().forward(x)
+            torch._dynamo.graph_break()
+            return super().forward(y) + shift
+
+    broken = Broken()
+    call = torch.compile(broken.forward, backend=lambda module, inputs: module.forward, dynamic=False)
+    assert torch.equal(call(torch.ones(3)), torch.full((3,), 5.0))
+    assert list(compiled_code.compiled_codes(Broken.forward)) == []
