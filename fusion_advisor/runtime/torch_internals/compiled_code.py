@@ -60,7 +60,7 @@ def compiled_codes(function: FunctionType) -> Iterator[CompiledCode]:
 
 
 def _goes_on_elsewhere(code: CodeType) -> bool:
-    """Whether code calls what dynamo made of the rest of the function: by a global name, or as a constant where it has a closure."""
+    """Whether code calls what dynamo made of the rest of the function: by a global name; as a constant where it has a closure."""
     return any(name.startswith(_RESUME) for name in code.co_names) or any(type(one) is CodeType for one in code.co_consts)
 
 
