@@ -119,6 +119,17 @@ def _softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
     return lowering.make("div", exponential, total)
 
 
+def _safe_softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """Softmax of scores of which a mask may leave none: a row of -inf alone gives 0, not NaN."""
+    source, dim = op.args[0], op.args[1]
+    assert isinstance(source, Ref) and isinstance(dim, int)
+    inner, variables = lowering.reduction_index(op, lowering.meta(source.index), (dim,), where, keepdim=True)
+    highest = lowering.reduce("max", lowering.row_element(source.index, inner, op, variables), variables)
+    dtype = lowering.values[highest].dtype
+    is_masked = lowering.make("eq", highest, lowering.const(-math.inf, dtype), dtype="bool")
+    return lowering.make("where", is_masked, lowering.const(0.0, dtype), _softmax(lowering, op, where), dtype=dtype)
+
+
 def _cat(lowering: Lowering, op: OpNode, where: Index) -> int:
     """A cat is a choice by index: piece k where the index lies in its range, each load guarded by that range.
 
@@ -306,6 +317,7 @@ def _refused(sentence: str) -> Rule:
 SPECIAL: dict[str, Rule] = {
     "mean": _reduction("sum", is_mean=True), "sum": _reduction("sum"), "amax": _reduction("max"), "amin": _reduction("min"),
     "layer_norm": _layer_norm, "rms_norm": _rms_norm, "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax,
+    "_safe_softmax": _safe_softmax,
     "_log_softmax": _softmax, "cat": _cat, "stack": _stack, "var": _variance, "std": _variance, "norm": _vector_norm,
     "logsumexp": _logsumexp,
     "linalg_vector_norm": _vector_norm, "_weight_norm": _weight_norm, "batch_norm": _batch_norm,
