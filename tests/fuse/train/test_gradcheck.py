@@ -121,7 +121,7 @@ def test_gradients_are_the_slopes_of_what_the_kernels_compute(kind):
         graphs.append(fuse_graph(graph_module, inputs, OPTIONS, trained=functools.partial(TrainedGraph, check=near)))
         return graphs[-1]
 
-    compiled = torch.compile(lambda *args: function(*args), backend=backend, dynamic=False)
+    compiled = torch.compile(function, backend=backend, dynamic=False)
     assert torch.autograd.gradcheck(compiled, given)
     torch.compiler.reset()
     (graph,) = graphs

@@ -23,10 +23,14 @@ REDUCED = {
 }
 
 
+FEW = [
+    ((2, 3, 4), (1,)), ((2, 2, 3, 5, 8), (2,)), ((3, 1, 4), (1,)), ((2, 3, 2, 5), (1, 2)), ((2, 4, 3, 5), (0, 2)),
+    ((2, 16, 3), (-2,)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", REDUCED)
-@pytest.mark.parametrize("shape, dims", [
-    ((2, 3, 4), (1,)), ((2, 2, 3, 5, 8), (2,)), ((3, 1, 4), (1,)), ((2, 3, 2, 5), (1, 2)), ((2, 4, 3, 5), (0, 2)), ((2, 16, 3), (-2,)),
-])  # fmt: skip
+@pytest.mark.parametrize(("shape", "dims"), FEW, ids=str)
 def test_few_elements_in_the_midst(name, shape, dims):
     program = check(lambda x: REDUCED[name](x, dims), rand(*shape))
     assert not program.is_reduced and not any(value.op in REDUCTIONS for value in program.values)
