@@ -11,24 +11,20 @@ from fusion_advisor.records import OpNode
 from tests.kernel_cases.lowered import records
 from tools.training_chains import MODELS, Share, share_of, shares, whole
 
-EXPECTED = {
-    "llama": (0.98, {"embedding_dense_backward", "where", "bitwise_and"}),
-    "qwen2": (0.96, {"clone", "embedding_dense_backward", "where", "bitwise_and"}),
-    "bert": (0.86, {"native_dropout", "clone", "embedding_dense_backward"}),
-    "vit": (0.99, set()),
-}
-"""The least share in chains, and the ops outside that take a thousandth or more."""
+LEAST = {"llama": 0.97, "qwen2": 0.96, "bert": 0.86, "vit": 0.98}
+"""Shares in chains."""
+LOWERED = {"slice_backward", "select_backward", "_safe_softmax", "sum"}
+"""Ops that were outside once."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", LEAST)
 def test_a_models_step_is_mostly_chains(name):
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     inside, outside = whole(shares(model, **inputs))
-    least, known = EXPECTED[name]
-    assert inside >= least
-    assert {op for op, share in outside.items() if share >= 0.002} <= known
+    assert inside >= LEAST[name], outside
+    assert not LOWERED & {op for op, share in outside.items() if share >= 0.001}, outside
 
 
 def test_ops_outside_chains_are_counted_by_what_they_move():
