@@ -105,7 +105,8 @@ class _Finder:
             if alone is None or not depends[op.index]:
                 continue
             judged = self._judge(alone)
-            if len(alone) > 1 and not (judged[1].is_fusible and self._is_in_order(alone)):
+            is_late = judged[1].is_fusible and not self._is_in_order(alone)  # for a group that grew before this op's turn
+            if is_late or (len(alone) > 1 and not judged[1].is_fusible):
                 continue
             self._accept(alone, judged)
             if not judged[1].is_fusible or (op.index in late and not reduces_columns(op, self.ops)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref
@@ -112,6 +113,26 @@ def reduces_columns(op: OpNode, ops: Mapping[int, OpNode] | Sequence[OpNode]) ->
     rank = len(ops[source.index].outputs[0].shape)
     dims = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim")
     return is_leading(reduced_dims(dims, rank), rank)
+
+
+_FEW = 16
+"""Elements of which a reduction is written out: repeated heads, mostly 2 to 8."""
+
+
+def reduces_few(op: OpNode, ops: Mapping[int, OpNode] | Sequence[OpNode]) -> bool:
+    """Whether an op reduces a few elements along dims in the midst: the gradient of repeated heads sums over the repeats.
+
+    Args:
+        op: the op.
+        ops: all ops of the capture.
+    """
+    source = op.args[0] if op.args else None
+    if not isinstance(source, Ref) or overload_free(op.target) not in _REDUCERS or len(ops[source.index].outputs) != 1:
+        return False
+    shape = ops[source.index].outputs[0].shape
+    dims = reduced_dims(op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim"), len(shape))
+    in_the_midst = bool(dims) and not is_leading(dims, len(shape)) and dims[-1] != len(shape) - 1
+    return in_the_midst and 1 <= math.prod(shape[dim] for dim in dims) <= _FEW and math.prod(op.outputs[0].shape) > 1
 
 
 def _norm_gradients(op: OpNode) -> tuple[int, ...]:

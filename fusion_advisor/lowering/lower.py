@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fusion_advisor.chains.op_inputs import inputs_of
+from fusion_advisor.chains.op_inputs import inputs_of, reduces_few
 from fusion_advisor.ir.affine_index import CutLoop
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.loop_nest import Nest
@@ -124,7 +124,7 @@ def _widest_shape(
     for index in members:
         op = ops[index]
         is_reduction = op.op_class is OpClass.REDUCTION and overload_free(op.target) not in _NO_ROWS
-        if is_reduction and op.args and isinstance(op.args[0], Ref):
+        if is_reduction and op.args and isinstance(op.args[0], Ref) and not reduces_few(op, ops):
             found = ops[op.args[0].index].outputs
             if len(found) != 1:
                 raise CannotLower("FA601", f"{ops[op.args[0].index].target} has {len(found)} outputs")

@@ -24,7 +24,7 @@ RESAMPLES = frozenset(
 )
 """Ops that read images at another resolution, each result from one to four neighbours."""
 
-SHIFTS = frozenset(["constant_pad_nd", "pad", "repeat", "roll"])
+SHIFTS = frozenset(["constant_pad_nd", "pad", "repeat", "roll", "select_backward", "slice_backward"])
 """Ops that return their argument's elements at other positions, once or more often, and numbers where there are none."""
 
 PRODUCT_OPERANDS: Mapping[str, tuple[int, ...]] = {"linear": (0, 1, 2), "mm": (0, 1), "addmm": (1, 2, 0)}

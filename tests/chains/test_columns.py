@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusion_advisor.chains.find import find_groups
-from fusion_advisor.chains.op_inputs import for_columns_alone, is_candidate, reduces_columns, viewed
+from fusion_advisor.chains.op_inputs import for_columns_alone, inputs_of, is_candidate, reduces_columns, viewed
 from fusion_advisor.fuse.plan.plan import judge_with
 from fusion_advisor.records import OpClass
 from tests.kernel_cases.lowered import records
@@ -64,6 +64,30 @@ def test_rows_come_before_columns():
     assert rows == ["mul", "mul", "mul", "sum", "sub", "mul"] and columns == ["mul", "sum"]
     late = [ops[index].target.split(".")[1] for index in sorted(for_columns_alone(ops))]
     assert late == ["mul", "sum"]
+
+
+def test_a_sum_of_columns_is_launched_before_the_group_that_reads_it():
+    """Another reader of that group's first op stands ahead of the sum's view: a launch of the sum there would be too late."""
+
+    def step(gradient, table):
+        total, wave = gradient.sum((0, 1)), table.cos()
+        product = wave @ wave.t()
+        return product, total.view(4, 4) * wave
+
+    ops = records(step, drawn(3, 2, 16), drawn(4, 4))
+    groups = find_groups(ops, lambda members, outputs: judge_with(ops, members, outputs))
+    launched = {}
+    for group in groups:
+        if group.verdict.is_fusible:
+            readers = [
+                op.index for op in ops if op.index not in group.members and not set(group.members).isdisjoint(inputs_of(op))
+            ]
+            launched |= dict.fromkeys(group.members, min(readers, default=len(ops)))
+    for index, place in launched.items():
+        for source in inputs_of(ops[index]):
+            shown = viewed(ops[source], ops)
+            made = source if shown is None else shown
+            assert launched.get(made, made) <= place, (ops[index].target, ops[made].target)
 
 
 def test_which_ops_reduce_columns():

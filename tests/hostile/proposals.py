@@ -122,6 +122,9 @@ _OWN: dict[str, tuple[float, Proposal]] = {
         )
     },
     "nll_loss_backward": (0.6, rows.loss_gradient),
+    "_safe_softmax": (0.5, rows.safe_softmax),
+    "slice_backward": (0.6, layout.slice_gradient),
+    "select_backward": (0.4, layout.select_gradient),
     "native_layer_norm": (1.0, rows.norm_with_statistics),
     "native_layer_norm_backward": (1.0, rows.norm_gradient),
     "column sum": (1.5, rows.column_sum),

@@ -184,6 +184,28 @@ def pad(d: Draw) -> str:
     return f"functional.pad({x}, {amounts}{d.pick('', ', value=1')})"
 
 
+def slice_gradient(d: Draw) -> str:
+    """Call the gradient of a slice that has elements ahead of it, behind it or neither."""
+    x = d.rank(1)
+    shape = list(d.values[x].shape)
+    dim = d.random.randrange(len(shape))
+    start, end = d.random.randint(0, 3), d.random.randint(0, 3)
+    size, cut = start + shape[dim] + end, start + shape[dim]
+    whole = [*shape[:dim], size, *shape[dim + 1 :]]
+    first = start - size if start and d.chance(0.3) else start
+    last = 2**63 - 1 if end == 0 and d.chance(0.5) else cut
+    return f"torch.ops.aten.slice_backward.default({x}, {whole}, {d.random.choice((dim, dim - len(shape)))}, {first}, {last}, 1)"
+
+
+def select_gradient(d: Draw) -> str:
+    """Call the gradient of one place of a dim."""
+    x = d.rank(0)
+    shape = list(d.values[x].shape)
+    dim, size = d.random.randint(0, len(shape)), d.random.randint(1, 4)
+    whole = [*shape[:dim], size, *shape[dim:]]
+    return f"torch.ops.aten.select_backward.default({x}, {whole}, {dim}, {d.random.randrange(-size, size)})"
+
+
 def resample(rank: int, mode: str) -> Proposal:
     """Read images at another resolution; a value of fewer dims is given some of size 1."""
 

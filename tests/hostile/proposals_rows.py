@@ -38,6 +38,13 @@ def softmax(name: str) -> Proposal:
     return propose
 
 
+def safe_softmax(d: Draw) -> str:
+    """Call the softmax that attention runs in plain ops, on scores of which a mask may leave none."""
+    x = d.float(1)
+    scores = f"{x}.masked_fill({x} > {d.pick('-9', '0', '1')}, -{INF})" if d.chance(0.5) else x
+    return f"torch.ops.aten._safe_softmax.default({scores}, {-1 if d.chance(0.7) else d.dim(x)})"
+
+
 def layer_norm(d: Draw) -> str:
     x = d.float(1)
     shape = tuple(d.values[x].shape[-(2 if d.values[x].dim() > 2 and d.chance(0.2) else 1) :])

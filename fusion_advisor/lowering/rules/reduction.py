@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from typing import TYPE_CHECKING
 
-from fusion_advisor.chains.op_inputs import is_leading, reduced_dims
-from fusion_advisor.ir.affine_index import Index, loop
+from fusion_advisor.chains.op_inputs import is_leading, reduced_dims, reduces_few
+from fusion_advisor.ir.affine_index import Index, fixed, loop
 from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
 from fusion_advisor.ir.program import Value
 from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.lowering.builder.columns import column_index
+from fusion_advisor.lowering.builder.rounding import narrows
 from fusion_advisor.records import OpNode, Ref, TensorMeta
 
 if TYPE_CHECKING:
     from fusion_advisor.lowering.builder.builder import Lowering
 
+_COMBINED = {"sum": "add", "max": "maximum", "min": "minimum"}
 _EPSILON = {"float64": 2.220446049250313e-16, "float32": 1.1920928955078125e-07}
 """The epsilon of ``rms_norm`` where none is given: the one of the dtype that it computes in."""
 
@@ -29,6 +33,8 @@ def _reduction(kind: str, *, is_mean: bool = False) -> Rule:
         meta = lowering.meta(source.index)
         keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(dict(op.kwargs).get("keepdim", False))
         dims = reduced_dims(argument_of(op, 1, "dim"), len(meta.shape))
+        if reduces_few(op, lowering.ops):
+            return _of_few(lowering, op, dims, where, kind, keepdim=keepdim, is_mean=is_mean)
         if is_leading(dims, len(meta.shape)):
             inner, variables = column_index(lowering, op, meta.shape, len(dims), where, keepdim=keepdim)
         else:
@@ -40,6 +46,26 @@ def _reduction(kind: str, *, is_mean: bool = False) -> Rule:
         return result
 
     return rule
+
+
+def _of_few(
+    lowering: Lowering, op: OpNode, dims: tuple[int, ...], where: Index, kind: str, *, keepdim: bool, is_mean: bool
+) -> int:
+    """A few elements along dims in the midst, combined one by one: no loop runs over them."""
+    source = op.args[0]
+    assert isinstance(source, Ref)
+    shape = lowering.meta(source.index).shape
+    others = iter([place for dim, place in enumerate(where) if not keepdim or dim not in dims])
+    kept = {dim: next(others) for dim in range(len(shape)) if dim not in dims}
+    wanted, elements = op.outputs[0].dtype, []
+    for turn in itertools.product(*(range(shape[dim]) for dim in dims)):
+        here = kept | {dim: fixed(position) for dim, position in zip(dims, turn, strict=True)}
+        element = lowering.cast(lowering.at(source.index, tuple(here[dim] for dim in range(len(shape)))), compute_dtype(wanted))
+        elements.append(lowering.rounded(element, wanted) if narrows(lowering.ops, op) else element)
+    result = functools.reduce(functools.partial(lowering.make, _COMBINED[kind]), elements)
+    if is_mean:
+        result = lowering.make("div", result, lowering.const(float(len(elements)), lowering.values[result].dtype))
+    return result
 
 
 def _norm_parts(lowering: Lowering, op: OpNode, where: Index) -> tuple[int, Index, frozenset[int]]:
@@ -117,6 +143,17 @@ def _softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
     if "log_softmax" in op.target:
         return lowering.make("sub", shifted, lowering.make("log", total))
     return lowering.make("div", exponential, total)
+
+
+def _safe_softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """Softmax of scores of which a mask may leave none: a row of -inf alone gives 0, not NaN."""
+    source, dim = op.args[0], op.args[1]
+    assert isinstance(source, Ref) and isinstance(dim, int)
+    inner, variables = lowering.reduction_index(op, lowering.meta(source.index), (dim,), where, keepdim=True)
+    highest = lowering.reduce("max", lowering.row_element(source.index, inner, op, variables), variables)
+    dtype = lowering.values[highest].dtype
+    is_masked = lowering.make("eq", highest, lowering.const(-math.inf, dtype), dtype="bool")
+    return lowering.make("where", is_masked, lowering.const(0.0, dtype), _softmax(lowering, op, where), dtype=dtype)
 
 
 def _cat(lowering: Lowering, op: OpNode, where: Index) -> int:
@@ -306,6 +343,7 @@ def _refused(sentence: str) -> Rule:
 SPECIAL: dict[str, Rule] = {
     "mean": _reduction("sum", is_mean=True), "sum": _reduction("sum"), "amax": _reduction("max"), "amin": _reduction("min"),
     "layer_norm": _layer_norm, "rms_norm": _rms_norm, "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax,
+    "_safe_softmax": _safe_softmax,
     "_log_softmax": _softmax, "cat": _cat, "stack": _stack, "var": _variance, "std": _variance, "norm": _vector_norm,
     "logsumexp": _logsumexp,
     "linalg_vector_norm": _vector_norm, "_weight_norm": _weight_norm, "batch_norm": _batch_norm,

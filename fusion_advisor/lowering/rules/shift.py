@@ -1,7 +1,9 @@
 """Values that lie elsewhere in the result: padded with a number, rolled around, and repeated.
 
 ATen pads by a fill and a copy: 17 pads of a MobileNetV2 step (bf16, 16 images, H200) take 0.26 of 0.89 ms. Inside a kernel a pad
-is a choice between what the chain computes and a constant, and a repeat reads the same elements once more.
+is a choice between what the chain computes and a constant, and a repeat reads the same elements once more. The gradient of a
+slice is a pad with zeros: rotary embeddings take four of them in each layer's backward pass. What chains take of a training step:
+``docs/measurements/training_chains.md``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from fusion_advisor.ir.affine_index import ORIGIN, CutLoop, Index, Place, reshap
 from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
 from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.lowering.builder.collapse_loops import MOST_DIMS
+from fusion_advisor.lowering.builder.guards import decided_by
 from fusion_advisor.lowering.builder.values import has_reduction
 from fusion_advisor.records import OpNode, Ref
 
@@ -36,7 +39,7 @@ def _integers(op: OpNode, position: int, name: str) -> list[int]:
 
 def _pad(lowering: Lowering, op: OpNode, where: Index) -> int:
     """``x`` where the position lies in it, else a number; a negative amount cuts elements off."""
-    source, shape = _source(lowering, op)
+    _, shape = _source(lowering, op)
     is_named = op.target.startswith("aten.pad.")
     mode = argument_of(op, 2, "mode", "constant") if is_named else "constant"
     if mode != "constant":
@@ -48,18 +51,65 @@ def _pad(lowering: Lowering, op: OpNode, where: Index) -> int:
     for number in range(len(amounts) // 2):
         dim = len(shape) - 1 - number
         places[dim] = where[dim].moved(-amounts[2 * number])
-        low, high = lowering.range_of(places[dim])
-        for is_needed, compare, limit in ((low < 0, "ge", 0), (high >= shape[dim], "lt", shape[dim])):
-            if is_needed:
-                side = lowering.make(compare, lowering.place_value(places[dim]), lowering.const(limit, "int64"), dtype="bool")
-                guard = side if guard is None else lowering.make("and", guard, side, dtype="bool")
+        guard = _both(lowering, guard, _within(lowering, places[dim], shape[dim]))
+    return _or_number(lowering, op, tuple(places), guard, fill or 0)
+
+
+def _within(lowering: Lowering, place: Place, size: int) -> int | None:
+    """Whether a place lies in a dim of some size; None where it always does."""
+    low, high = lowering.range_of(place)
+    guard = None
+    for is_needed, compare, limit in ((low < 0, "ge", 0), (high >= size, "lt", size)):
+        if is_needed:
+            side = lowering.make(compare, lowering.place_value(place), lowering.const(limit, "int64"), dtype="bool")
+            guard = _both(lowering, guard, side)
+    return guard
+
+
+def _both(lowering: Lowering, guard: int | None, other: int | None) -> int | None:
+    if guard is None or other is None:
+        return other if guard is None else guard
+    return lowering.make("and", guard, other, dtype="bool")
+
+
+def _or_number(lowering: Lowering, op: OpNode, places: Index, guard: int | None, fill: float) -> int:
+    """An element of the op's argument where a guard holds, else a number.
+
+    Raises:
+        CannotLower: a row reduction computes the element, and within one row some columns are there and others are not.
+    """
     if guard is None:
-        return lowering.argument(op, 0, tuple(places))
+        return lowering.argument(op, 0, places)
     dtype = compute_dtype(op.outputs[0].dtype)
-    element = lowering.guarded(source, tuple(places), guard, dtype)
+    element = lowering.guarded(_source(lowering, op)[0], places, guard, dtype)
     if has_reduction(lowering, element):
-        raise CannotLower("FA604", f"{op.target} of what a row reduction computes: it would read the rows that are not there")
-    return lowering.make("where", guard, element, lowering.const(fill or 0, dtype), dtype=dtype)
+        deciding = decided_by(lowering, guard)
+        if deciding is None or not deciding.isdisjoint(lowering.reduced):
+            raise CannotLower("FA604", f"{op.target} of what a row reduction computes: it would read columns that are not there")
+    return lowering.make("where", guard, element, lowering.const(fill, dtype), dtype=dtype)
+
+
+def _slice_backward(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """The gradient of ``x[start:end]``: the slice's own where the position lies in it, else 0."""
+    _, shape = _source(lowering, op)
+    dim, start, _, step = op.args[2:6]
+    if not isinstance(dim, int) or not isinstance(start, int) or step != 1:
+        raise CannotLower("FA601", f"{op.target} with a step of {step} has no lowering")
+    dim %= len(where)
+    size = op.outputs[0].shape[dim]
+    first = min(max(start + size if start < 0 else start, 0), size)
+    places = (*where[:dim], where[dim].moved(-first), *where[dim + 1 :])
+    return _or_number(lowering, op, places, _within(lowering, places[dim], shape[dim]), 0)
+
+
+def _select_backward(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """The gradient of ``x[index]``: its own at that position, else 0."""
+    dim, index = op.args[2:4]
+    if not isinstance(dim, int) or not isinstance(index, int):
+        raise CannotLower("FA601", f"{op.target} at a place that is not known has no lowering")
+    dim %= len(where)
+    place = where[dim].moved(-(index % op.outputs[0].shape[dim]))
+    return _or_number(lowering, op, (*where[:dim], *where[dim + 1 :]), _within(lowering, place, 1), 0)
 
 
 def _roll(lowering: Lowering, op: OpNode, where: Index) -> int:
@@ -118,4 +168,7 @@ def _in_copy(lowering: Lowering, place: Place, size: int, whole: int) -> Place:
     return Place(gathered=((rest, 1),))
 
 
-SHIFTED: dict[str, Rule] = {"constant_pad_nd": _pad, "pad": _pad, "roll": _roll, "repeat": _repeat}
+SHIFTED: dict[str, Rule] = {
+    "constant_pad_nd": _pad, "pad": _pad, "roll": _roll, "repeat": _repeat, "slice_backward": _slice_backward,
+    "select_backward": _select_backward,
+}  # fmt: skip

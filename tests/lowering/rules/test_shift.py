@@ -93,13 +93,73 @@ def test_a_repeat_of_nothing():
     check(lambda x: (x * 2).repeat(2, 1) + 1, rand(0, 6))
 
 
-def test_a_norm_is_not_computed_for_rows_that_are_not_there():
-    with pytest.raises(CannotLower, match="rows that are not there"):
-        lower_function(lambda x: functional.pad(functional.layer_norm(x, (6,)), (0, 0, 0, 2)) + 1, rand(3, 6))
+def test_a_norm_of_padded_rows_reads_no_row_that_is_not_there():
+    program = check(lambda x: functional.pad(functional.layer_norm(x, (6,)), (0, 0, 1, 2)) + 1, rand(3, 6), rtol=1e-10)
+    assert all(value.guard is not None for value in program.values if value.op == "load")
+    check(lambda x: functional.pad(torch.softmax(x * 2, -1), (0, 0, 0, 1, 2, 0), value=7.0), rand(2, 3, 6), rtol=1e-10)
+
+
+def test_a_norm_is_not_computed_for_columns_that_are_not_there():
+    with pytest.raises(CannotLower, match="not the chain's loop nest"):
+        lower_function(lambda x: functional.pad(functional.layer_norm(x, (6,)), (0, 2)) + 1, rand(3, 6))
+    with pytest.raises(CannotLower, match="columns that are not there"):
+        lower_function(lambda x: functional.pad(functional.layer_norm(x, (6,)), (-2, 2)) + 1, rand(3, 6))
     check(lambda x: functional.layer_norm(functional.pad(x, (0, 0, 0, 2), value=0.5), (6,)) + 1, rand(3, 6), rtol=1e-10)
 
 
+SLICES = {
+    "first half": (1, 0, 3, 1), "last half": (1, 3, 6, 1), "middle": (0, 1, 3, 1), "to the end": (-1, 2, 2**63 - 1, 1),
+    "from the end": (2, -4, 5, 1), "all": (0, 0, 4, 1),
+}  # fmt: skip
+_aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_the_gradient_of_a_slice_is_zero_outside_it(name):
+    dim, start, end, step = SLICES[name]
+    shape = (4, 6, 5)
+    gradient = rand(*_aten.slice(torch.zeros(shape), dim, start, end, step).shape)
+    check(lambda g: _aten.slice_backward(g * 2, list(shape), dim, start, end, step) + 1, gradient)
+
+
+@pytest.mark.parametrize("dim, index", [(0, 0), (1, 2), (1, -1), (2, 4)])
+def test_the_gradient_of_one_place_is_zero_elsewhere(dim, index):
+    shape = (4, 6, 5)
+    gradient = rand(*torch.zeros(shape).select(dim, index).shape)
+    check(lambda g: _aten.select_backward(g * 2, list(shape), dim, index) + 1, gradient)
+
+
+def test_the_gradient_of_rotated_halves_is_one_kernel():
+    """A rotary embedding's backward pass: each half of the gradient goes to the other half, one of them negated."""
+
+    def rotated(g, cos, sin):
+        turned = g * sin
+        first, second = turned[..., :4], turned[..., 4:]
+        swapped = _aten.slice_backward(-first, [2, 3, 8], 2, 4, 8, 1) + _aten.slice_backward(second, [2, 3, 8], 2, 0, 4, 1)
+        return swapped + g * cos
+
+    program = check(rotated, rand(2, 3, 8), rand(3, 8, seed=1), rand(3, 8, seed=2))
+    assert sum(operand.element_count for operand in program.operands if operand.is_output) == 48
+
+    def by_autograd(x, cos, sin):
+        return (x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin,)
+
+    x, gradient = rand(2, 3, 8, seed=3), rand(2, 3, 8)
+    _, pull = torch.func.vjp(lambda x: by_autograd(x, rand(3, 8, seed=1), rand(3, 8, seed=2))[0], x)
+    torch.testing.assert_close(rotated(gradient, rand(3, 8, seed=1), rand(3, 8, seed=2)), pull(gradient)[0])
+
+
+def test_the_gradient_of_a_norms_slice():
+    def sliced(g, y):
+        scores = _aten._softmax_backward_data(g, y, -1, torch.float64)
+        return _aten.slice_backward(scores, [5, 6], 0, 1, 4, 1)
+
+    check(sliced, rand(3, 6), torch.softmax(rand(3, 6, seed=1), -1), rtol=1e-10)
+
+
 def test_what_has_no_lowering_is_refused():
+    with pytest.raises(CannotLower, match="step of 2"):
+        lower_function(lambda g: _aten.slice_backward(g * 2, [6, 4], 0, 0, 6, 2) + 1, rand(3, 4))
     with pytest.raises(CannotLower, match="reflect"):
         lower_function(lambda x: functional.pad(x, (1, 1), mode="reflect") + 1, rand(3, 6))
     with pytest.raises(CannotLower, match="one row"):
