@@ -127,6 +127,7 @@ _OWN: dict[str, tuple[float, Proposal]] = {
     "column sum": (1.5, rows.column_sum),
     "softmax": (3.0, rows.softmax("softmax")),
     "log_softmax": (1.5, rows.softmax("log_softmax")),
+    "_safe_softmax": (1.0, rows.safe_softmax),
     "layer_norm": (3.0, rows.layer_norm),
     "rms_norm": (2.0, rows.rms_norm),
     "group_norm": (1.0, rows.group_norm),

@@ -38,6 +38,13 @@ def softmax(name: str) -> Proposal:
     return propose
 
 
+def safe_softmax(d: Draw) -> str:
+    x = d.float(1)
+    dim = -1 if d.chance(0.7) else d.dim(x)
+    shown = f"{x}.masked_fill({x} > 0.2, -{INF})" if d.chance(0.5) else x
+    return f"torch.ops.aten._safe_softmax.default({shown}, {dim})"
+
+
 def layer_norm(d: Draw) -> str:
     x = d.float(1)
     shape = tuple(d.values[x].shape[-(2 if d.values[x].dim() > 2 and d.chance(0.2) else 1) :])
