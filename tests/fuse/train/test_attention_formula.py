@@ -26,8 +26,8 @@ HEADS, WIDTH, LENGTH = 2, 8, 12
 
 
 def t5():
-    """An encoder and a decoder of two layers each: self-attention in both has a bias of relative positions."""
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": WIDTH, "d_ff": 32, "num_layers": 2, "num_heads": HEADS}
+    """An encoder and a decoder of one layer each: self-attention in both has a bias of relative positions."""
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": WIDTH, "d_ff": 32, "num_layers": 1, "num_heads": HEADS}
     idle = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **idle)).train()
 
@@ -83,7 +83,7 @@ def _fresh():
 
 def test_the_bias_and_the_softmax_of_a_t5_are_one_chain():
     softmaxes = [names for names in chains_of(t5(), text()) if "_safe_softmax" in names]
-    assert len(softmaxes) == 4 and all("add" in names for names in softmaxes)
+    assert len(softmaxes) == 2 and all("add" in names for names in softmaxes)
 
 
 def gradients_of(call, model, given):
