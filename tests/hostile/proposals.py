@@ -122,7 +122,6 @@ _OWN: dict[str, tuple[float, Proposal]] = {
         )
     },
     "nll_loss_backward": (0.6, rows.loss_gradient),
-    "_safe_softmax": (0.5, rows.safe_softmax),
     "slice_backward": (0.6, layout.slice_gradient),
     "select_backward": (0.4, layout.select_gradient),
     "native_layer_norm": (1.0, rows.norm_with_statistics),
@@ -130,6 +129,7 @@ _OWN: dict[str, tuple[float, Proposal]] = {
     "column sum": (1.5, rows.column_sum),
     "softmax": (3.0, rows.softmax("softmax")),
     "log_softmax": (1.5, rows.softmax("log_softmax")),
+    "_safe_softmax": (1.0, rows.safe_softmax),
     "layer_norm": (3.0, rows.layer_norm),
     "rms_norm": (2.0, rows.rms_norm),
     "group_norm": (1.0, rows.group_norm),

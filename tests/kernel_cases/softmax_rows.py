@@ -41,10 +41,11 @@ FUNCTIONS = {
     "masked": lambda x, mask: torch.softmax(x + mask, -1),
     "masked_then_scaled": lambda x, mask: torch.softmax((x + mask) * 0.3, -1),
     "filled_then_scaled": lambda x, mask: torch.softmax(x.masked_fill(mask < 0, float("-inf")) * 0.3, -1),
+    "safe": lambda x, mask: torch.ops.aten._safe_softmax.default(x.masked_fill(mask < 0, float("-inf")), -1),
 }
-MASKED = ("masked", "masked_then_scaled", "filled_then_scaled")
+MASKED = ("masked", "masked_then_scaled", "filled_then_scaled", "safe")
 """What reads the mask: to the others a row under another one is the same row."""
-WIDE = ("softmax", "log_softmax", "scaled_logsumexp", "masked_then_scaled")
+WIDE = ("softmax", "log_softmax", "scaled_logsumexp", "masked_then_scaled", "safe")
 """What is run on wide rows too: the interpreter and a single host thread are slow."""
 
 

@@ -1,5 +1,8 @@
 """Attention as eager runs it: masks that say no more than a flag become the flag, repeated KV heads become ``enable_gqa``.
 
+One KV head that broadcasts over all query heads (Falcon) fits no attention kernel: torch asks for equal counts, or for the flag,
+and computes the formula op by op otherwise.
+
 A traced model hands ``scaled_dot_product_attention`` a mask that eager does not build. On an H200 that costs attention
 2.4 → 6.4 ms on Qwen2.5-7B at 2048 tokens, and at odd lengths the fused kernels refuse the mask altogether. Nothing is
 assumed here: the mask is evaluated, which is only possible because it depends on no input, and compared element by element.
@@ -89,19 +92,39 @@ def share_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tenso
 
 
 def group_query_heads(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
-    """Let attention read the shared KV heads itself (``enable_gqa``) instead of copying them once per query head."""
+    """Let attention read the shared KV heads itself (``enable_gqa``) instead of copying them once per query head.
+
+    A single KV head that broadcasts, with no mask, is shared in the same way: ``drop-masks`` comes first.
+    """
     changed = 0
     for node in graph.nodes:
         if node.target is not ATTENTION or node.kwargs.get("enable_gqa"):
             continue
         key, value = _unrepeated(attention_argument(node, "key")), _unrepeated(attention_argument(node, "value"))
         if key is None or value is None:
+            if _shares_one_head(node):
+                node.kwargs = {**node.kwargs, "enable_gqa": True}
+                changed += 1
             continue
         arguments = list(node.args)
         arguments[1], arguments[2] = key, value
         node.args, node.kwargs = tuple(arguments), {**node.kwargs, "enable_gqa": True}
         changed += 1
     return changed
+
+
+def _shares_one_head(call: Node) -> bool:
+    """Whether the only KV head of an attention call broadcasts over several query heads, with no mask.
+
+    No kernel for GPUs takes ``enable_gqa`` and a mask. With dropout a kernel would draw other numbers than the formula.
+    """
+    operands = [attention_argument(call, name) for name in ATTENTION_ARGUMENTS[:3]]
+    if attention_argument(call, "attn_mask") is not None or attention_argument(call, "dropout_p"):
+        return False
+    query, key, value = (one.meta["val"].shape for one in operands)
+    if not len(query) == len(key) == len(value) == 4 or not query[0] == key[0] == value[0]:
+        return False
+    return bool(key[1] == value[1] == 1 < query[1])
 
 
 def masked_calls(graph: Graph) -> dict[Node, Node]:
@@ -218,8 +241,11 @@ def _dropped_masks_ns(effect: PassEffect) -> int:
 
 
 def _grouped_heads_ns(effect: PassEffect) -> int:
-    """Attention of a single token does little more than read keys and values, and is expected to read fewer bytes."""
-    capture, unread_bytes = effect.capture, 0
+    """Attention of a single token does little more than read keys and values, and is expected to read fewer bytes.
+
+    A kernel that serves what was the formula op by op is expected to take as long as the longest of its launches.
+    """
+    capture, unread_bytes, formula_ns = effect.capture, 0, 0
     for node, index, often in effect.nodes():
         if index is None or capture.ops[index].target != _CAPTURED_ATTENTION:
             continue
@@ -229,7 +255,17 @@ def _grouped_heads_ns(effect: PassEffect) -> int:
         if query is not None and query.shape[-2] == 1:
             unread_bytes += often * sum(read_bytes(one) for one in before if one is not None)
             unread_bytes -= often * sum(int(one.nbytes) for one in after)
-    return effect.saved_ns + max(0, round(effect.copy_ns(unread_bytes)))
+        if node.kwargs.get("enable_gqa") and before[0] is not None and before[0].shape[1] == 1:
+            formula_ns += _beyond_longest_ns(effect, index, often)
+    return effect.saved_ns + max(0, round(effect.copy_ns(unread_bytes))) + formula_ns
+
+
+def _beyond_longest_ns(effect: PassEffect, index: int, often: int) -> int:
+    """Return how long an op takes beyond the longest of its launches, their cost included; 0 for an op that is one kernel."""
+    took = [launch.duration_ns for launch in effect.capture.launches if launch.op_index == index]
+    if len(took) <= often:
+        return 0
+    return sum(took) - often * max(took) + (len(took) - often) * effect.launch_cost_ns
 
 
 def _read(capture: Capture, value: Arg) -> TensorMeta | None:

@@ -142,18 +142,13 @@ def _softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
         exponential = lowering.make("exp", shifted)
     if "log_softmax" in op.target:
         return lowering.make("sub", shifted, lowering.make("log", total))
-    return lowering.make("div", exponential, total)
-
-
-def _safe_softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
-    """Softmax of scores of which a mask may leave none: a row of -inf alone gives 0, not NaN."""
-    source, dim = op.args[0], op.args[1]
-    assert isinstance(source, Ref) and isinstance(dim, int)
-    inner, variables = lowering.reduction_index(op, lowering.meta(source.index), (dim,), where, keepdim=True)
-    highest = lowering.reduce("max", lowering.row_element(source.index, inner, op, variables), variables)
-    dtype = lowering.values[highest].dtype
-    is_masked = lowering.make("eq", highest, lowering.const(-math.inf, dtype), dtype="bool")
-    return lowering.make("where", is_masked, lowering.const(0.0, dtype), _softmax(lowering, op, where), dtype=dtype)
+    result = lowering.make("div", exponential, total)
+    if "safe_softmax" not in op.target:
+        return result
+    # Attention's formula: a query from which its mask hides every key gets zeros, where softmax gives no number.
+    dtype = lowering.values[result].dtype
+    is_hidden = lowering.make("eq", highest, lowering.const(-math.inf, lowering.values[highest].dtype), dtype="bool")
+    return lowering.make("where", is_hidden, lowering.const(0.0, dtype), result, dtype=dtype)
 
 
 def _cat(lowering: Lowering, op: OpNode, where: Index) -> int:
@@ -343,9 +338,8 @@ def _refused(sentence: str) -> Rule:
 SPECIAL: dict[str, Rule] = {
     "mean": _reduction("sum", is_mean=True), "sum": _reduction("sum"), "amax": _reduction("max"), "amin": _reduction("min"),
     "layer_norm": _layer_norm, "rms_norm": _rms_norm, "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax,
-    "_safe_softmax": _safe_softmax,
-    "_log_softmax": _softmax, "cat": _cat, "stack": _stack, "var": _variance, "std": _variance, "norm": _vector_norm,
-    "logsumexp": _logsumexp,
+    "_log_softmax": _softmax, "_safe_softmax": _softmax, "cat": _cat, "stack": _stack, "var": _variance, "std": _variance,
+    "norm": _vector_norm, "logsumexp": _logsumexp,
     "linalg_vector_norm": _vector_norm, "_weight_norm": _weight_norm, "batch_norm": _batch_norm,
     "max": _larger("maximum"), "min": _larger("minimum"),
     "cumsum": _refused("needs the elements before its own"),

@@ -116,6 +116,22 @@ def test_attention_of_one_token_is_expected_to_read_no_repeated_heads(queries):
     assert priced.predicted_saving_ns == 3000 + unread_bytes
 
 
+class OneHead(torch.nn.Module):
+    def forward(self, query, key):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, key)
+
+
+@pytest.mark.parametrize(("took_ns", "saved_ns"), [([1000, 4000, 2000], 3000 + 2 * 500), ([4000], 0)])
+def test_a_kernel_in_place_of_the_formula_is_expected_to_take_as_long_as_its_longest_launch(took_ns, saved_ns):
+    capture, live = profile_live(OneHead(), (torch.randn(1, 8, 6, 16), torch.randn(1, 1, 6, 16)))
+    bench = Bench(live, on_cuda=False)
+    (index,) = (op.index for op in bench.ops if op.op_class is OpClass.ATTENTION)
+    capture = replace(capture, launches=tuple(launch(index, one_ns) for one_ns in took_ns))
+    row = GraphRewrite(id="group-heads", name="a title", status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+    (priced,) = price_passes([row], bench, capture, 500)
+    assert priced.predicted_saving_ns == saved_ns
+
+
 class Layers(torch.nn.Module):
     """As GPT-2's: its layers call ``addmm``, only its head is a linear."""
 

@@ -12,6 +12,7 @@ from fusion_advisor.fuse.passes import constant_folding
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
 from fusion_advisor.fuse.passes.constant_folding import fold_constants, fold_frozen, frozen_bytes, held_bytes
 from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region
+from fusion_advisor.runtime.torch_internals import aten_ops
 from tests.tiny import Calling, profiled, region_of
 
 Q = torch.randn(2, 4, 6, 8)
@@ -229,6 +230,45 @@ UNGROUPED = {
 @pytest.mark.parametrize("name", UNGROUPED)
 def test_anything_but_a_repeat_of_each_head_stays(name):
     assert rewritten(UNGROUPED[name], (Q, KV), group_query_heads)[1] == [0]
+
+
+ONE_HEAD = {
+    "plain": lambda q, k: sdpa(q, k, k + 1),
+    "causal": lambda q, k: sdpa(q, k, k + 1, is_causal=True),
+    "a mask that says causal": lambda q, k: sdpa(q, k, k + 1, attn_mask=torch.ones(6, 6, dtype=torch.bool).tril()),
+    "a scale": lambda q, k: sdpa(q, k, k + 1, scale=-0.3),
+}
+
+
+@pytest.mark.parametrize("name", ONE_HEAD)
+def test_one_head_that_broadcasts_is_served_by_a_kernel(name):
+    def served(module):
+        call = attention(module)
+        given = torch.fx.node.map_arg((call.args, call.kwargs), lambda source: source.meta["val"])
+        return aten_ops.has_attention_kernel(*given[0], **given[1])
+
+    one = KV[:, :1]
+    module, (dropped, changed) = rewritten(ONE_HEAD[name], (Q, one), drop_masks, group_query_heads)
+    assert (dropped, changed) == (name == "a mask that says causal", 1)
+    assert attention(module).kwargs["enable_gqa"] is True and served(module)
+    assert not served(rewritten(ONE_HEAD[name], (Q, one))[0])
+
+
+BROADCAST = {
+    "a mask": lambda q, k: sdpa(q, k, k, attn_mask=q[:, :1, :, :6] > 0),
+    "dropout": lambda q, k: sdpa(q, k, k, dropout_p=0.5),
+    "one query head": lambda q, k: sdpa(q[:, :1], k, k),
+    "only values": lambda q, k: sdpa(q, torch.cat([k] * 4, 1), k),
+    "batches too": lambda q, k: sdpa(q, k[:1], k[:1]),
+    "three dims": lambda q, k: sdpa(q[0], k[0], k[0]),
+}
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_what_else_broadcasts_stays(name):
+    region, _, index_of = region_of(BROADCAST[name], Q, KV[:, :1])
+    _, changed = rewrite_region(region, index_of, [], [group_query_heads])
+    assert changed == [0]
 
 
 # ---------------------------------------------------------------------- constants

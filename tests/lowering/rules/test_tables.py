@@ -203,6 +203,7 @@ REDUCTIONS = {
     "amin": lambda x: x / (x.amin(-1, keepdim=True) + 9),
     "softmax": lambda x: torch.softmax(x * 3, -1),
     "log_softmax": lambda x: functional.log_softmax(x, dim=-1),
+    "safe_softmax": lambda x: torch.ops.aten._safe_softmax.default(x * 3, -1),
     "layer_norm_plain": lambda x: functional.layer_norm(x, x.shape[-1:]) * 2,
     "rms_norm_plain": lambda x: functional.rms_norm(x, x.shape[-1:], None, 1e-6),
     "layer_norm_eps": lambda x: functional.layer_norm(x * 2, x.shape[-1:], eps=0.1),
@@ -221,6 +222,20 @@ def test_row_reductions(name, shape):
     if shape == (6,) and name in ("alone", "two_passes"):
         pytest.skip("a single number")
     check(REDUCTIONS[name], rand(*shape), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 1), (3, 2, 5)], ids=str)
+def test_a_safe_softmax_gives_zeros_where_all_is_hidden_and_only_there(shape):
+    x = rand(*shape)
+    rows = x.flatten(0, -2)
+    rows[0], rows[1, 0], rows[2, -1], rows[-1] = -math.inf, -math.inf, math.nan, math.inf
+    rows[-2, 0] = math.inf
+    program = check(lambda x: torch.ops.aten._safe_softmax.default(x, -1) * 2, x, rtol=1e-10)
+    assert [value.op for value in program.values].count("reduce_max") == 1
+    wide = torch.ops.aten._safe_softmax.default(x.float(), -1, torch.float64)
+    (got,) = run(*lower_function(lambda x: torch.ops.aten._safe_softmax.default(x, -1, torch.float64), x.float()), [x.float()])
+    torch.testing.assert_close(got, wide, rtol=1e-10, atol=1e-12, equal_nan=True)
+    assert not got.flatten(0, -2)[0].any() and got.isnan().any()
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (4, 3, 5), (4, 3, 2, 2), (1, 7)], ids=str)
