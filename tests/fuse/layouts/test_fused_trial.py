@@ -54,7 +54,7 @@ class Traces:
         capture = profile_as_it_is(captured, bandwidth, device, traced_steps=traced_steps)
         own = self.convolution_ns[is_laid_out]
         launches = [
-            replace(one, duration_ns=own if "conv2d" in capture.ops[one.op_index].target else MS)
+            replace(one, duration_ns=own if ".conv" in capture.ops[one.op_index].target else MS)
             for one in capture.launches
             if one.op_index is not None
         ]
