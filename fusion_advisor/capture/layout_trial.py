@@ -26,6 +26,19 @@ _BUDGET_S = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """What a second look, with kernels, says of a rule's copies.
+
+    Attributes:
+        change: the step with them minus the step without, ns; None where it was not timed.
+        reason: in words, to follow the times without kernels: why it was not timed, or what was.
+    """
+
+    change: Difference | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTrial:
     """What a rule's copies change.
 
@@ -33,17 +46,17 @@ class LayoutTrial:
         sites: copies.
         change: the step with them minus the step without, ns; None where it was not timed.
         is_kept: whether they stay.
-        fused: the same with the kernels that each of the two would get; None where that was not timed.
+        fused: the second look; None where the first decided, or nobody gave one.
     """
 
     sites: int
     change: Difference | None
     is_kept: bool
-    fused: Difference | None = None
+    fused: Fused | None = None
 
 
-SecondLook = Callable[[LiveCapture, LiveCapture], Difference | None]
-"""Given the step with a rule's copies and without, returns the difference with kernels in both; None: not timed."""
+SecondLook = Callable[[LiveCapture, LiveCapture], Fused]
+"""Given the step with a rule's copies and without, compares the two with kernels."""
 
 
 def settle_layouts(
@@ -79,7 +92,8 @@ def settle_layouts(
         if wanted is None or kind in wanted:
             change = measure(_step(live, kind), _step(live, None), live=live, on_cuda=on_cuda, timer=timer)
             fused = second_look(live, without(live, kind)) if second_look is not None and change.median_ns > 0 else None
-            found[kind] = LayoutTrial(sites=sites, change=change, is_kept=(fused or change).median_ns <= 0, fused=fused)
+            decisive = change if fused is None or fused.change is None else fused.change
+            found[kind] = LayoutTrial(sites=sites, change=change, is_kept=decisive.median_ns <= 0, fused=fused)
             note(f"{kind}: {sites} copies, {'kept' if found[kind].is_kept else 'slower and taken out'}")
         if kind not in found or not found[kind].is_kept:
             drop_layouts(live, {kind})

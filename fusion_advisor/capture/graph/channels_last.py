@@ -1,4 +1,4 @@
-"""Channels last: the images of a convolution net lie in memory as its convolutions read them.
+"""Channels last: the images and series of a convolution net lie in memory as its convolutions read them.
 
 cuDNN's kernels for 16 bits read ``[batch, height, width, channels]``. Given channels first they are put between two copies: in a
 ResNet-50 step (bf16, 16 images, H200) 67 such copies take 361 of 1,384 µs, and a 1 x 1 convolution, a plain GEMM on channels
@@ -7,6 +7,9 @@ layout, as convolutions, norms, pools and pointwise ops do by themselves.
 
 A group norm does not on CUDA: torch copies what it reads to channels first and returns that. Its result is copied back where the
 convolutions spare more bytes than our norm moves. A chain of norm and copy (``chains.op_inputs.relaid_norm``) needs neither copy.
+
+Series are images one pixel high (``capture.series``): Whisper's two convolutions of bf16 take 155 and 200 µs on an H100, 94 and
+120 in channels last (``docs/measurements/zoo.md``). What follows often wants rows of channels, which then lie so.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.layout_copies import FakeResult, Relayout
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
+from fusion_advisor.capture.series.as_images import is_served, show_as_images, show_as_series
 from fusion_advisor.records import OpClass
 
 ID = "channels-last"
@@ -27,6 +31,8 @@ _PERMUTE = torch.ops.aten.permute.default
 _COPIES = (torch.ops.aten.contiguous.default, torch.ops.aten.clone.default)
 _FEWEST = 3
 """Convolutions: fewer gain less than the first and the last copy cost."""
+_FEWEST_OF_SERIES = 2
+"""Convolutions of series: a speech encoder has no more, and reads their result as rows, which lie so in channels last."""
 _COPIES_EACH = 3
 """Convolutions for each copy at least; a net whose ops keep going back to channels first is left alone."""
 
@@ -45,9 +51,32 @@ def lay_channels_last(
 
     Args:
         graph_module: traced on fake tensors; rewritten in place.
-        is_quicker: given an image, says whether convolutions of it are.
+        is_quicker: given an image or a series, says whether convolutions of it are.
         fake_result: returns a node's fake result; left out, torch says.
     """
+    return _lay_images(graph_module, is_quicker, fake_result) + _lay_series(graph_module, is_quicker, fake_result)
+
+
+def _lay_series(
+    graph_module: GraphModule, is_quicker: Callable[[torch.Tensor], bool], fake_result: FakeResult | None
+) -> int:  # fmt: skip
+    """Show series as images and give their convolutions channels last; returns how many copies that takes; 0: all is undone."""
+    served = [node for node in graph_module.graph.nodes if is_served(node) and is_quicker(_image(node))]
+    if len(served) < _FEWEST_OF_SERIES:
+        return 0
+    shown = show_as_images(graph_module, served, ID)
+    change = Relayout(graph_module, ID, fake_result=fake_result)
+    if _lay(change, shown) and change.keep():
+        return len(change.copies)
+    change.undo()
+    show_as_series(graph_module.graph, ID)
+    return 0
+
+
+def _lay_images(
+    graph_module: GraphModule, is_quicker: Callable[[torch.Tensor], bool], fake_result: FakeResult | None
+) -> int:  # fmt: skip
+    """Give the convolutions of images channels last; returns how many copies that takes."""
     convolutions = [node for node in graph_module.graph.nodes if node.target is CONVOLUTION and _image(node).dim() == 4]
     first = [node for node in convolutions if not _is_channels_last(_image(node)) and is_quicker(_image(node))]
     if len(first) < _FEWEST:

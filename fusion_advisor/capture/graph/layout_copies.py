@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import is_idle_dropout, storages, tensors_of, written_storages
+from fusion_advisor.capture.series.as_images import keep_images, show_as_series
 from fusion_advisor.runtime.torch_internals import fake_mode
 
 LAID_OUT = "is_laid_out"
@@ -145,6 +146,7 @@ def kinds_of(graph: Graph) -> tuple[str, ...]:
 def keep_copies(graph: Graph, kind: str) -> int:
     """Keep a rule's copies from being taken out; returns how many."""
     marked = [node for node in graph.nodes if node.meta.get(LAID_OUT) == kind]
+    keep_images(graph, kind)
     for node in marked:
         del node.meta[LAID_OUT]
         _pass_by(graph, node)
@@ -170,7 +172,7 @@ def _pass_by(graph: Graph, copy: Node) -> None:
 
 
 def take_copies_out(graph: Graph, kind: str | None = None) -> set[Node]:
-    """Take out the copies that no rewrite has taken; returns their readers.
+    """Take out the copies that no rewrite has taken; returns their readers, and the ops of convolutions that are of series again.
 
     Args:
         graph: changed in place.
@@ -182,7 +184,7 @@ def take_copies_out(graph: Graph, kind: str | None = None) -> set[Node]:
         readers.update(node.users)
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.erase_node(node)
-    return readers
+    return readers | show_as_series(graph, kind)
 
 
 def undo(graph_module: GraphModule, kind: str) -> None:

@@ -154,8 +154,8 @@ def _of_layout(name: str, bench: Bench) -> Verdict:
         return replace(_given(name), reason="kernels are made for the layouts that it gives")
     change = trial.change
     span = (change.low_ns, change.high_ns)
-    both = _with_kernels(trial.fused)
-    reason = f"{span_of(change.median_ns, span)} with it alone{both}; kernels are made for the layouts that it gives"
+    fused = "" if trial.fused is None else f", {trial.fused.reason}"
+    reason = f"{span_of(change.median_ns, span)} with it alone{fused}; kernels are made for the layouts that it gives"
     return Verdict(id=name, status=Status.KEPT, reason=reason, delta_ns=change.median_ns, interval_ns=span)
 
 
@@ -164,17 +164,10 @@ def _not_kept(bench: Bench) -> Iterator[GraphRewrite]:
     for name, trial in bench.live.layouts.items():
         if not trial.is_kept and trial.change is not None:
             span = (trial.change.low_ns, trial.change.high_ns)
-            both = _with_kernels(trial.fused)
-            reason = f"{span_of(trial.change.median_ns, span)} with it alone{both}: the step became slower"
+            fused = "" if trial.fused is None else f", {trial.fused.reason}"
+            reason = f"{span_of(trial.change.median_ns, span)} with it alone{fused}: the step became slower"
             row = row_of(PASSES[name], status=Status.SLOWER, reason=reason, sites=trial.sites)
             yield replace(row, step_delta_ns=trial.change.median_ns, step_delta_ci_ns=span)
-
-
-def _with_kernels(fused: Difference | None) -> str:
-    """Say what a change of layouts does to a step with the kernels of each layout; empty where that was not timed."""
-    if fused is None:
-        return ""
-    return f", {span_of(fused.median_ns, (fused.low_ns, fused.high_ns))} with the kernels of both layouts"
 
 
 def _given(name: str) -> Verdict:

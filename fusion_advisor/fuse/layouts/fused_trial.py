@@ -8,9 +8,11 @@ The convolutions are the reason for channels last, and no kernel of ours replace
 
 1. Do the convolutions take less time in a trace of the step? They have to save more than the keep rule's least gain.
 2. Is the step expected to be faster? Convolutions and other ops count as traced, chains as what memory needs for them.
-3. Is it faster? Kernels of both steps are built and checked, and the steps are timed against each other.
+3. Is it faster? Its kernels are built and checked. It is timed against the other step without kernels, whose chains tell how
+   much kernels can save there at most. Is it slower, or faster by more than that, then the answer is known.
+4. Otherwise the other step's kernels are built and checked too, and both steps are timed with kernels.
 
-The third takes some seconds. The kernels of the step that wins are compiled and tuned then, and need neither again.
+The last two take some seconds each. The kernels of the step that wins are compiled and tuned then, and need neither again.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import torch
 from fusion_advisor import units
 from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.tracer import LiveCapture
-from fusion_advisor.capture.layout_trial import time_difference
+from fusion_advisor.capture.layout_trial import Fused, time_difference
 from fusion_advisor.capture.profile import profile_as_it_is
+from fusion_advisor.fuse.cuda_graph.capturable import host_work
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.trial import try_fusion
 from fusion_advisor.fuse.decide.try_fusions import backends_of, kernel_dir_of, submit
+from fusion_advisor.fuse.decide.verdict import span_of
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, PlannedFusion, make_plan
@@ -40,6 +44,8 @@ from fusion_advisor.timing.interleaving import Difference
 
 _CONVOLUTIONS = ("aten.conv1d.", "aten.conv2d.", "aten.conv3d.", "aten.convolution.")
 _TRACED = 1
+_OF_CACHE = 0.5
+"""Of the time that memory needs for a chain: what a cache may spare of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +56,13 @@ class Expected:
         device_ns: the traced ops.
         convolutions_ns: the convolutions among them, with the copies of images that they make.
         fused_ns: the ops outside chains as traced, and the least that memory needs for the chains.
+        most_saved_ns: more than kernels for the chains can save.
     """
 
     device_ns: int
     convolutions_ns: int
     fused_ns: int
+    most_saved_ns: int
 
 
 def expected_of(capture: Capture, plan: Plan) -> Expected:
@@ -69,8 +77,13 @@ def expected_of(capture: Capture, plan: Plan) -> Expected:
         launch.duration_ns for launch in capture.launches
         if launch.op_index is not None and capture.ops[launch.op_index].target.startswith(_CONVOLUTIONS)
     )  # fmt: skip
-    saved = sum(planned.chain.saving_bound_ns for planned in plan.fusions)
-    return Expected(device_ns=total, convolutions_ns=convolutions, fused_ns=total - saved)
+    chains = [planned.chain for planned in plan.fusions]
+    saved = sum(chain.saving_bound_ns for chain in chains)
+    in_cache = sum(round(_OF_CACHE * chain.floor_ns) for chain in chains)
+    launched = round(capture.bandwidth.launch_ns * sum(chain.launches for chain in chains))
+    return Expected(
+        device_ns=total, convolutions_ns=convolutions, fused_ns=total - saved, most_saved_ns=saved + in_cache + launched
+    )  # fmt: skip
 
 
 def why_not(before: Expected, after: Expected, min_gain: float) -> str:
@@ -87,6 +100,22 @@ def why_not(before: Expected, after: Expected, min_gain: float) -> str:
     if after.fused_ns >= before.fused_ns:
         both = f"{units.duration(after.fused_ns)} expected with kernels against {units.duration(before.fused_ns)}"
         return f"convolutions save {units.duration(saved)}, the rest loses more: {both}"
+    return ""
+
+
+def settled(found: Difference, before: Expected, *, is_recordable: bool) -> str:
+    """Say why a step with kernels needs no kernels on the other side to be compared; empty where it does.
+
+    Args:
+        found: the step in the other layout with kernels, minus the step as the model lays it out without any.
+        before: of the latter.
+        is_recordable: whether a CUDA graph can hold the latter. Otherwise its launches cost the host more than is known here.
+    """
+    against = f"{span_of(found.median_ns, (found.low_ns, found.high_ns))} with its kernels against the step without any"
+    if found.low_ns >= 0:
+        return against
+    if is_recordable and found.high_ns < -before.most_saved_ns:
+        return f"{against}, where kernels save less than {units.duration(before.most_saved_ns)}"
     return ""
 
 
@@ -114,8 +143,8 @@ class FusedTrial:
     profile: Callable[..., Capture] = profile_as_it_is
     ahead: BuildAhead | None = None
 
-    def __call__(self, changed: LiveCapture, unchanged: LiveCapture) -> Difference | None:
-        """Return the changed step's time minus the other's, both with kernels; None where it cannot pay.
+    def __call__(self, changed: LiveCapture, unchanged: LiveCapture) -> Fused:
+        """Compare the steps with kernels, where the changed one may win.
 
         Args:
             changed: the step in the other layout.
@@ -125,21 +154,34 @@ class FusedTrial:
         captures = [self.profile(live, self.bandwidth, self.device, traced_steps=_TRACED) for live in steps]
         plans = [self._plan(capture) for capture in captures]
         before, after = map(expected_of, captures, plans)
-        if reason := why_not(before, after, self.options.min_gain):
-            self.note(f"layout: {reason}")
-            return None
-        chosen = [_worth(plan, self.options.min_gain * before.device_ns) for plan in plans]
-        benches = [self._bench(live, fusions) for live, fusions in zip(steps, chosen, strict=True)]
+        found = Fused(change=None, reason=why_not(before, after, self.options.min_gain))
+        if not found.reason:
+            chosen = [_worth(plan, self.options.min_gain * before.device_ns) for plan in plans]
+            expected = f"{units.delta(after.fused_ns - before.fused_ns)} expected"
+            found = self._timed([self._bench(live) for live in steps], chosen, before, expected)
+        self.note(f"layout: {found.reason}")
+        return found
+
+    def _timed(
+        self, benches: Sequence[Bench], fusions: Sequence[list[PlannedFusion]], before: Expected, expected: str
+    ) -> Fused:  # fmt: skip
+        """Time the steps, the unchanged one first in each argument, with the kernels that it takes to know which is faster."""
+        unchanged, changed = benches
         with kernel_dir_of(self.options) as folder:
             try:
-                calls = [self._fused(*one, folder) for one in zip(benches, chosen, strict=True)]
-                found = self.difference(*calls, live=changed, on_cuda=self.device.type == "cuda", timer=self.timer)
+                fused, plain = self._fused(changed, fusions[1], folder), self._fused(unchanged, (), folder)
+                found = self._difference(plain, fused, changed.live)
+                is_recordable = not any(map(host_work, unchanged.build((), self._passes()).modules))
+                if reason := settled(found, before, is_recordable=is_recordable):
+                    return Fused(change=found, reason=reason)
+                found = self._difference(self._fused(unchanged, fusions[0], folder), fused, changed.live)
             except LayoutChanged as change:  # a rewrite of the one lays a value out as a kernel of the other does not expect it
-                self.note(f"layout: not timed with kernels ({change})")
-                return None
-        expected = units.delta(after.fused_ns - before.fused_ns)
-        self.note(f"layout: {units.delta(found.median_ns)} with the kernels of both layouts, {expected} expected")
-        return found
+                return Fused(change=None, reason=f"not timed with kernels ({change})")
+        span = span_of(found.median_ns, (found.low_ns, found.high_ns))
+        return Fused(change=found, reason=f"{span} with the kernels of both layouts ({expected})")
+
+    def _difference(self, before: Callable[[], None], after: Callable[[], None], live: LiveCapture) -> Difference:
+        return self.difference(before, after, live=live, on_cuda=self.device.type == "cuda", timer=self.timer)
 
     def _plan(self, capture: Capture) -> Plan:
         patterns, sources = library_on_demand(self.options.kernel_dirs)
@@ -149,13 +191,8 @@ class FusedTrial:
             skip=options.skipped_kernels, sources=sources,
         )  # fmt: skip
 
-    def _bench(self, live: LiveCapture, fusions: Sequence[PlannedFusion]) -> Bench:
-        """Return a bench that has observed the fusions, whose kernels other processes compile from now on."""
-        bench = Bench(live, on_cuda=self.device.type == "cuda", timer=self.timer)
-        bench.observe(fusions)
-        if self.ahead is not None:
-            submit(self.ahead, bench, fusions, self.options)
-        return bench
+    def _bench(self, live: LiveCapture) -> Bench:
+        return Bench(live, on_cuda=self.device.type == "cuda", timer=self.timer)
 
     def _fused(self, bench: Bench, fusions: Sequence[PlannedFusion], folder: Path) -> Callable[[], None]:
         """Return the step with every kernel whose numbers are right, and every graph pass that the run may use.
@@ -164,6 +201,10 @@ class FusedTrial:
             LayoutChanged: some of these do not go together.
         """
         options = self.options
+        if fusions:
+            bench.observe(fusions)
+        if self.ahead is not None:
+            submit(self.ahead, bench, fusions, options)
         tried = [
             try_fusion(
                 bench, planned, backend=backends_of(options.backend, planned.program, on_cuda=bench.on_cuda)[0],

@@ -15,7 +15,7 @@ from fusion_advisor.capture.layout_trial import settle_layouts, without
 from fusion_advisor.capture.profile import profile_as_it_is
 from fusion_advisor.fuse.decide.choose import _not_kept, _of_layout
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.layouts.fused_trial import Expected, FusedTrial, expected_of, second_look, why_not
+from fusion_advisor.fuse.layouts.fused_trial import Expected, FusedTrial, expected_of, second_look, settled, why_not
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.records import Status
@@ -54,7 +54,7 @@ class Traces:
         capture = profile_as_it_is(captured, bandwidth, device, traced_steps=traced_steps)
         own = self.convolution_ns[is_laid_out]
         launches = [
-            replace(one, duration_ns=own if "conv2d" in capture.ops[one.op_index].target else MS)
+            replace(one, duration_ns=own if ".conv" in capture.ops[one.op_index].target else MS)
             for one in capture.launches
             if one.op_index is not None
         ]
@@ -62,16 +62,16 @@ class Traces:
 
 
 class Clock:
-    """Runs both steps and answers what it was given."""
+    """Runs both steps and answers what it was given, call by call."""
 
-    def __init__(self, ns):
+    def __init__(self, *ns):
         self.ns = ns
         self.calls = 0
 
     def __call__(self, before, after, **_):
         before(), after()
         self.calls += 1
-        return planted(self.ns)
+        return planted(self.ns[self.calls - 1])
 
 
 def trial(traces, clock, notes):
@@ -91,8 +91,27 @@ def trial(traces, clock, notes):
     ],
 )
 def test_a_trial_takes_convolutions_that_save_and_a_step_that_may_win(before, after, reason):
-    expected = [Expected(device_ns=one[0] * MS, convolutions_ns=one[1] * MS, fused_ns=one[2] * MS) for one in (before, after)]
+    expected = [
+        Expected(device_ns=one[0] * MS, convolutions_ns=one[1] * MS, fused_ns=one[2] * MS, most_saved_ns=0)
+        for one in (before, after)
+    ]
     assert (reason in why_not(*expected, 0.02)) if reason else why_not(*expected, 0.02) == ""
+
+
+@pytest.mark.parametrize(
+    ("found_ns", "is_recordable", "words"),
+    [
+        (2, True, "without any"),
+        (2, False, "without any"),
+        (-20 * MS, True, ""),
+        (-22 * MS, True, "kernels save less than 21.00 ms"),
+        (-22 * MS, False, ""),
+    ],
+)
+def test_what_kernels_can_save_at_most_may_settle_it(found_ns, is_recordable, words):
+    before = Expected(device_ns=100 * MS, convolutions_ns=50 * MS, fused_ns=80 * MS, most_saved_ns=21 * MS)
+    reason = settled(planted(found_ns), before, is_recordable=is_recordable)
+    assert (words in reason) if words else reason == ""
 
 
 def test_what_is_expected_counts_chains_as_what_memory_needs():
@@ -104,6 +123,9 @@ def test_what_is_expected_counts_chains_as_what_memory_needs():
     assert found.device_ns == (14 + len(capture.launches) - 7) * MS
     assert found.fused_ns == found.device_ns - sum(one.chain.device_ns - one.chain.floor_ns for one in plan.fusions)
     assert found.convolutions_ns < found.fused_ns < found.device_ns
+    in_cache = sum(one.chain.floor_ns // 2 for one in plan.fusions)
+    launched = BANDWIDTH.launch_ns * sum(one.chain.launches for one in plan.fusions)
+    assert found.most_saved_ns == pytest.approx(found.device_ns - found.fused_ns + in_cache + launched, abs=len(plan.fusions))
 
 
 def test_the_other_step_has_no_copies_and_the_first_keeps_its_own():
@@ -119,21 +141,30 @@ def test_the_other_step_has_no_copies_and_the_first_keeps_its_own():
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
-@pytest.mark.parametrize(("fused_ns", "is_kept"), [(-5 * MS, True), (5 * MS, False)])
-def test_kernels_of_both_layouts_decide(fused_ns, is_kept):
-    captured, notes, traces, clock = live(), [], Traces([5 * MS, MS]), Clock(fused_ns)
+@pytest.mark.parametrize(
+    ("fused_ns", "is_kept", "words"),
+    [
+        ((-MS, -5 * MS), True, "with the kernels of both layouts"),
+        ((-MS, 5 * MS), False, "with the kernels of both layouts"),
+        ((5 * MS,), False, "with its kernels against the step without any: the step became slower"),
+        ((-500 * MS,), True, "with its kernels against the step without any, where kernels save less than"),
+    ],
+)
+def test_kernels_of_both_layouts_decide_or_of_one_where_that_is_enough(fused_ns, is_kept, words):
+    captured, notes, traces, clock = live(), [], Traces([5 * MS, MS]), Clock(*fused_ns)
     found = settle_layouts(
         captured, None, on_cuda=False, timer=TIMER, difference=Clock(7 * MS), second_look=trial(traces, clock, notes)
     )  # fmt: skip
-    assert traces.is_laid_out == [False, True] and clock.calls == 1
-    assert found[ID].is_kept is is_kept and found[ID].fused.median_ns == fused_ns and found[ID].change.median_ns == 7 * MS
+    assert traces.is_laid_out == [False, True] and clock.calls == len(fused_ns)
+    assert found[ID].is_kept is is_kept and found[ID].change.median_ns == 7 * MS
+    assert found[ID].fused.change.median_ns == fused_ns[-1]
     assert kinds_of(captured.regions[0].graph.graph) == ((ID,) if is_kept else ())
     captured.layouts = found
     bench = Bench(captured, on_cuda=False)
     row = _of_layout(ID, bench) if is_kept else next(_not_kept(bench))
     assert row.status is (Status.KEPT if is_kept else Status.SLOWER)
-    assert "with it alone" in row.reason and "with the kernels of both layouts" in row.reason
-    assert any("expected" in note for note in notes)
+    assert "+7.00 ms" in row.reason and "with it alone" in row.reason and words in row.reason
+    assert notes == [f"layout: {found[ID].fused.reason}"] and ("expected" in notes[0]) == (len(fused_ns) == 2)
     with torch.no_grad():
         torch.testing.assert_close(
             captured.regions[0].graph(*captured.regions[0].example_args)[0],
@@ -146,8 +177,12 @@ def test_kernels_of_both_layouts_decide(fused_ns, is_kept):
 def test_no_kernel_is_built_where_convolutions_save_nothing():
     notes, clock = [], Clock(-5)
     captured = live()
-    assert trial(Traces([MS, MS]), clock, notes)(captured, without(captured, ID)) is None
-    assert clock.calls == 0 and "too little" in notes[0]
+    captured.layouts = settle_layouts(
+        captured, None, on_cuda=False, timer=TIMER, difference=Clock(7 * MS), second_look=trial(Traces([MS, MS]), clock, notes)
+    )  # fmt: skip
+    assert clock.calls == 0 and "too little" in notes[0] and not captured.layouts[ID].is_kept
+    (row,) = _not_kept(Bench(captured, on_cuda=False))
+    assert row.status is Status.SLOWER and "convolutions save 0 µs, too little: the step became slower" in row.reason
 
 
 def test_layouts_that_win_without_kernels_get_no_second_look():
