@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -140,14 +141,23 @@ def plan_capture(path: Path, options: ProfileOptions) -> PlanPreview:
     return preview
 
 
-def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
+def started_compilers(device: str) -> AbstractContextManager[Any]:
+    """Start the processes that compile kernels for a GPU, which take seconds to load; gives None where none will be wanted."""
+    started: AbstractContextManager[Any] = import_module("fusion_advisor.autotune.start_compilers").started_early(device)
+    return started
+
+
+def apply_workload(
+    loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None], compilers: Any = None
+) -> AppliedRun:
     """Profile, then render, build, check, time and keep or drop every rewrite; ``on_report`` gets the report so far.
 
     Both steps of ``generate`` are applied to, and the prefill's report is among the run's ``parts``. Of a training step forward
-    and backward are.
+    and backward are. ``compilers`` are from :func:`started_compilers`.
     """
     place, name = _APPLY.get(loaded.record.phase, ("pipeline", "apply_workload"))
-    applied: AppliedRun = getattr(import_module(f"fusion_advisor.fuse.{place}"), name)(loaded, options, progress, on_report)
+    work = getattr(import_module(f"fusion_advisor.fuse.{place}"), name)
+    applied: AppliedRun = work(loaded, options, progress, on_report, started=compilers)
     return applied
 
 
