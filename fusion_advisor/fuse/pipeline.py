@@ -65,7 +65,7 @@ def profile_workload(
         OutOfMemory: with what to try instead.
     """
     progress = progress or Progress()
-    clock = PhaseClock(progress)
+    clock = PhaseClock(progress, is_whole=True)
     with on_device(loaded, "profiling"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
         capture, live, plan = _profile(loaded, options, progress, clock, instruments=instruments)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
@@ -108,7 +108,7 @@ def apply_workload(
     calls = None if options.shapes is None else check_ranges(loaded, options)
     instruments = instruments.with_effort(options.effort)
     progress = progress or Progress()
-    clock = PhaseClock(progress)
+    clock = PhaseClock(progress, is_whole=True)
     memory = memory_of(loaded, options)
     if memory is not None:
         with on_device(loaded, "applying"):

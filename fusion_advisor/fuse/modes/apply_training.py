@@ -138,7 +138,7 @@ def apply_training(
     check_training_options(options)
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
-    clock = PhaseClock(progress := progress or Progress())
+    clock = PhaseClock(progress := progress or Progress(), is_whole=True)
     seed, device = loaded.request.seed, torch.device(loaded.record.device)
     with on_device(loaded, "applying to a training step"), seeded(seed, device), in_training(loaded.model):
         with clock.phase("bandwidth"):
