@@ -89,8 +89,11 @@ def load_request(text: str | bytes, name: str) -> Any:
 def load_workload(request: Any) -> Loaded:
     """Make the model and its inputs, and see that it runs; the library's patterns are traced meanwhile."""
     with import_module("fusion_advisor.library.trace_ahead").traced_ahead():
-        loaded: Loaded = import_module("fusion_advisor.workload.load").load_workload(request)
-        import_module("fusion_advisor.workload.smoke_run").first_call(loaded)
+        with _imports():
+            load = import_module("fusion_advisor.workload.load")
+            smoke_run = import_module("fusion_advisor.workload.smoke_run")
+        loaded: Loaded = load.load_workload(request)
+        smoke_run.first_call(loaded)
     return loaded
 
 
@@ -141,6 +144,12 @@ def plan_capture(path: Path, options: ProfileOptions) -> PlanPreview:
     return preview
 
 
+def _imports() -> AbstractContextManager[None]:
+    """Import without full collections: seven of them walked what was there of torch, sympy and dynamo (0.8 s of CPU time)."""
+    paused: AbstractContextManager[None] = import_module("fusion_advisor.runtime.gc_pause").collector_paused()
+    return paused
+
+
 def started_compilers(device: str) -> AbstractContextManager[Any]:
     """Start the processes that compile kernels for a GPU, which take seconds to load; gives None where none will be wanted."""
     started: AbstractContextManager[Any] = import_module("fusion_advisor.autotune.start_compilers").started_early(device)
@@ -156,7 +165,8 @@ def apply_workload(
     and backward are. ``compilers`` are from :func:`started_compilers`.
     """
     place, name = _APPLY.get(loaded.record.phase, ("pipeline", "apply_workload"))
-    work = getattr(import_module(f"fusion_advisor.fuse.{place}"), name)
+    with _imports():
+        work = getattr(import_module(f"fusion_advisor.fuse.{place}"), name)
     applied: AppliedRun = work(loaded, options, progress, on_report, started=compilers)
     return applied
 
