@@ -106,15 +106,10 @@ class _Job:
 
 
 def apply_training(
-    loaded: LoadedWorkload,
-    options: ApplyOptions,
-    progress: Progress | None = None,
-    on_report: Callable[[Report], None] = lambda _: None,
-    *,
-    instruments: Instruments = MEASURED,
-    optimise: Callable[..., Call] = optimise,
-    started: BuildAhead | None = None,
-) -> TrainedRun:
+    loaded: LoadedWorkload, options: ApplyOptions, progress: Progress | None = None,
+    on_report: Callable[[Report], None] = lambda _: None, *, instruments: Instruments = MEASURED,
+    optimise: Callable[..., Call] = optimise, started: BuildAhead | None = None,
+) -> TrainedRun:  # fmt: skip
     """Rewrite both passes of a model's training step, keep what pays, and leave the model fused.
 
     The model keeps its mode, its gradients and its buffers.
