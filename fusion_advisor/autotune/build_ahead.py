@@ -50,20 +50,23 @@ class Job:
 class BuildAhead:
     """Processes that compile for one GPU; a context that ends them.
 
+    They take seconds to load their compilers. So a command starts them before it loads torch, and names the GPU later.
+
     Args:
-        arch: compute capability, such as 90.
+        arch: compute capability, such as 90; 0 where it is not known yet: :meth:`serve` is called before anything is submitted.
         processes: that compile at a time; None: one for each core but one.
         warn: gets a sentence if they end early; kernels are then built one by one.
     """
 
-    def __init__(self, arch: int, *, processes: int | None = None, warn: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, arch: int = 0, *, processes: int | None = None, warn: Callable[[str], None] = lambda _: None) -> None:
         count = processes or max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1))
         self._ours, theirs = Pipe()
+        self._arch = arch
         self._warn = warn
         self._done: dict[Job, threading.Event] = {}
         self._numbers: dict[int, Job] = {}
         self._is_over = False
-        command = [sys.executable, "-m", "fusion_advisor.autotune.build_worker", str(theirs.fileno()), str(arch), str(count)]
+        command = [sys.executable, "-m", "fusion_advisor.autotune.build_worker", str(theirs.fileno()), str(count)]
         with theirs:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
@@ -71,11 +74,27 @@ class BuildAhead:
         self._listener = threading.Thread(target=self._listen, args=(self._ours,), name="fusion-advisor-builds", daemon=True)
         self._listener.start()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is compiled any more."""
+        return self._is_over
+
     def __enter__(self) -> BuildAhead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def serve(self, arch: int, warn: Callable[[str], None]) -> None:
+        """Say what is compiled for; processes that have ended by now are said at once.
+
+        Args:
+            arch: as for the class.
+            warn: as for the class.
+        """
+        self._arch, self._warn = arch, warn
+        if self._is_over:
+            self._say_end()
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Ask for kernels, in this order; one that was asked for before is left out.
@@ -90,7 +109,7 @@ class BuildAhead:
             number = len(self._numbers)
             self._numbers[number] = job
             try:
-                self._ours.send((number, job))
+                self._ours.send((number, self._arch, job))
             except OSError:  # the listener sees the same end, and says it
                 return
 
@@ -105,8 +124,10 @@ class BuildAhead:
                 event.wait(_LIMIT_S)
 
     def close(self) -> None:
-        """End the processes, whatever they are at."""
+        """End the processes, whatever they are at; a second time does nothing."""
         self._is_over = True
+        if self._process.returncode is not None:  # the number may be another process's by now
+            return
         with contextlib.suppress(ProcessLookupError):  # they have ended by themselves
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -120,6 +141,9 @@ class BuildAhead:
         except (EOFError, OSError):  # the other end is gone
             if not self._is_over:
                 self._is_over = True
-                self._warn("the processes that compile kernels ahead have ended: kernels are built one by one")
+                self._say_end()
             for event in list(self._done.values()):
                 event.set()
+
+    def _say_end(self) -> None:
+        self._warn("the processes that compile kernels ahead have ended: kernels are built one by one")

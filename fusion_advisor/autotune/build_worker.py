@@ -1,12 +1,13 @@
-"""The program that compiles kernels for another process: ``python -m fusion_advisor.autotune.build_worker FILE ARCH COUNT``.
+"""The program that compiles kernels for another process: ``python -m fusion_advisor.autotune.build_worker FILE COUNT``.
 
-It takes numbered jobs from the connection behind a file descriptor and answers with each number once its job is done. It ends
-with the connection.
+It takes jobs from the connection behind a file descriptor, each with a number and a compute capability. It answers with the
+number once the job is done, and ends with the connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from fusion_advisor.autotune.build_ahead import Job
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.registry import descriptor
-from fusion_advisor.codegen.triton.ahead import load_compiler
+from fusion_advisor.codegen.triton.ahead import build_driver, load_compiler
 
 _log = logging.getLogger(__name__)
 _NICE = 5
@@ -46,16 +47,18 @@ def main(arguments: Sequence[str]) -> None:
     """Serve jobs until the connection ends.
 
     Args:
-        arguments: file descriptor, compute capability, number of processes.
+        arguments: file descriptor, number of processes.
     """
-    number, arch, count = map(int, arguments)
-    load_compiler()  # once, ahead of the forks
+    number, count = map(int, arguments)
     os.nice(_NICE)
+    load_compiler()  # once, ahead of the forks
+    gc.freeze()  # a collection would write to, and so copy, all that was loaded
     connection, lock = Connection(number), threading.Lock()
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("fork")) as pool:
+        pool.submit(build_driver)  # and this forks the processes
         with contextlib.suppress(EOFError, OSError):
             while True:
-                job_number, job = connection.recv()
+                job_number, arch, job = connection.recv()
 
                 def answer(_: Future[None], job_number: int = job_number) -> None:
                     with lock, contextlib.suppress(OSError):

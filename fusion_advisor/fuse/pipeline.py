@@ -7,12 +7,13 @@ handed to ``options.on_report`` (the CLI writes it to disk), so an interrupted r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 
 from fusion_advisor.autotune.build_ahead import BuildAhead
+from fusion_advisor.autotune.start_compilers import building_ahead
 from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.profile import profile_model
@@ -64,7 +65,7 @@ def profile_workload(
         OutOfMemory: with what to try instead.
     """
     progress = progress or Progress()
-    clock = PhaseClock(progress)
+    clock = PhaseClock(progress, is_whole=True)
     with on_device(loaded, "profiling"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
         capture, live, plan = _profile(loaded, options, progress, clock, instruments=instruments)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
@@ -81,6 +82,7 @@ def apply_workload(
     instruments: Instruments = MEASURED,
     linear_kernels: Callable[..., LinearKernels | None] = linear_kernels,
     last: LastStage = LAST_STAGE,
+    started: BuildAhead | None = None,
 ) -> AppliedRun:
     """Profile, try every fusion, keep what pays, and leave the model fused.
 
@@ -92,6 +94,7 @@ def apply_workload(
         instruments: measure, and decide what stays.
         linear_kernels: says where kernels of linears come from.
         last: checks the fused model and records its graph.
+        started: processes that compile kernels for a GPU and were started earlier; they are ended when no more are wanted.
 
     Raises:
         NoTensorOutput: no number shows whether a fused call is right.
@@ -105,7 +108,7 @@ def apply_workload(
     calls = None if options.shapes is None else check_ranges(loaded, options)
     instruments = instruments.with_effort(options.effort)
     progress = progress or Progress()
-    clock = PhaseClock(progress)
+    clock = PhaseClock(progress, is_whole=True)
     memory = memory_of(loaded, options)
     if memory is not None:
         with on_device(loaded, "applying"):
@@ -114,7 +117,7 @@ def apply_workload(
             return again if calls is None else with_shapes(again, loaded, options, calls, progress, clock, on_report, instruments)
     run = _apply(
         loaded, options, progress, clock, on_report, instruments=instruments, linear_kernels=linear_kernels, last=last,
-        environment=None if memory is None else memory.environment,
+        environment=None if memory is None else memory.environment, started=started,
     )  # fmt: skip
     if memory is not None:
         memory.keep(run)
@@ -132,13 +135,14 @@ def _apply(
     linear_kernels: Callable[..., LinearKernels | None],
     last: LastStage,
     environment: Environment | None,
+    started: BuildAhead | None,
 ) -> AppliedRun:
     """Profile and decide, with nothing remembered."""
     with (
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
         ExitStack() as builds,
     ):  # fmt: skip
-        ahead = builds.enter_context(building_ahead(loaded, progress))
+        ahead = builds.enter_context(building_ahead(loaded.record.device, progress.warn, started))
         capture, live, plan = _profile(
             loaded, options, progress, clock, is_timed=options.is_timed, instruments=instruments,
             environment=environment, ahead=ahead,
@@ -170,14 +174,6 @@ def _apply(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report, instruments=instruments, last=last,
         )  # fmt: skip
-
-
-def building_ahead(loaded: LoadedWorkload, progress: Progress) -> AbstractContextManager[BuildAhead | None]:
-    """Return the processes that compile kernels for a GPU: they start while the model is profiled."""
-    if loaded.record.device == "cpu":
-        return nullcontext()
-    major, minor = torch.cuda.get_device_capability(torch.device(loaded.record.device))
-    return BuildAhead(10 * major + minor, warn=progress.warn)
 
 
 def _refuse_unready(loaded: LoadedWorkload) -> None:

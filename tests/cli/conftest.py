@@ -107,7 +107,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
         )
 
     def apply_workload(
-        loaded: SimpleNamespace, options: ApplyOptions, progress: core.Progress, on_report: Callable[[Report], None]
+        loaded: SimpleNamespace,
+        options: ApplyOptions,
+        progress: core.Progress,
+        on_report: Callable[[Report], None],
+        compilers: object,
     ) -> object:
         on_report(replace(finish(applied(), options), status="interrupted"))
         work(options, progress)

@@ -200,6 +200,8 @@ def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick):
     for fusion in report.fusions:
         assert (quick.run_dir / fusion.rendered[0].path).read_text() == fusion.rendered[0].source
     assert_traces(quick.run_dir, report)
+    until_answer = [taken for name, taken in report.durations_s if name != "warm-up"]
+    assert sum(until_answer) == pytest.approx(report.answer_s, abs=0.05)  # no second passes that no phase counts
 
 
 def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, quick, slow_biases):

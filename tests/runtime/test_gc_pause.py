@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from fusion_advisor.runtime.gc_pause import collector_paused
+from fusion_advisor.runtime.gc_pause import collector_paused, old_objects_left_out
 
 
 def test_it_is_paused_inside_and_on_again_behind_an_error():
@@ -70,3 +70,29 @@ def test_objects_that_the_user_froze_stay_frozen():
     finally:
         gc.unfreeze()
     assert any(each is node for each in gc.get_objects())
+
+
+def test_old_objects_are_walked_once_and_new_cycles_still_go():
+    old = Node()
+    old_one = weakref.ref(old)
+    del old
+    with old_objects_left_out():
+        assert old_one() is None  # walked on the way in
+        assert gc.get_freeze_count() > 2000 and len(gc.get_objects()) < 1000
+        new = Node()
+        new_one = weakref.ref(new)
+        del new
+        gc.collect()
+        assert new_one() is None
+    assert gc.get_freeze_count() < 2000
+
+
+def test_what_the_user_froze_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with old_objects_left_out():
+            pass
+        assert gc.get_freeze_count() == frozen > 2000
+    finally:
+        gc.unfreeze()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -88,8 +89,11 @@ def load_request(text: str | bytes, name: str) -> Any:
 def load_workload(request: Any) -> Loaded:
     """Make the model and its inputs, and see that it runs; the library's patterns are traced meanwhile."""
     with import_module("fusion_advisor.library.trace_ahead").traced_ahead():
-        loaded: Loaded = import_module("fusion_advisor.workload.load").load_workload(request)
-        import_module("fusion_advisor.workload.smoke_run").first_call(loaded)
+        with _imports():
+            load = import_module("fusion_advisor.workload.load")
+            smoke_run = import_module("fusion_advisor.workload.smoke_run")
+        loaded: Loaded = load.load_workload(request)
+        smoke_run.first_call(loaded)
     return loaded
 
 
@@ -140,14 +144,30 @@ def plan_capture(path: Path, options: ProfileOptions) -> PlanPreview:
     return preview
 
 
-def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
+def _imports() -> AbstractContextManager[None]:
+    """Import without full collections: seven of them walked what was there of torch, sympy and dynamo (0.8 s of CPU time)."""
+    paused: AbstractContextManager[None] = import_module("fusion_advisor.runtime.gc_pause").collector_paused()
+    return paused
+
+
+def started_compilers(device: str) -> AbstractContextManager[Any]:
+    """Start the processes that compile kernels for a GPU, which take seconds to load; gives None where none will be wanted."""
+    started: AbstractContextManager[Any] = import_module("fusion_advisor.autotune.start_compilers").started_early(device)
+    return started
+
+
+def apply_workload(
+    loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None], compilers: Any = None
+) -> AppliedRun:
     """Profile, then render, build, check, time and keep or drop every rewrite; ``on_report`` gets the report so far.
 
     Both steps of ``generate`` are applied to, and the prefill's report is among the run's ``parts``. Of a training step forward
-    and backward are.
+    and backward are. ``compilers`` are from :func:`started_compilers`.
     """
     place, name = _APPLY.get(loaded.record.phase, ("pipeline", "apply_workload"))
-    applied: AppliedRun = getattr(import_module(f"fusion_advisor.fuse.{place}"), name)(loaded, options, progress, on_report)
+    with _imports():
+        work = getattr(import_module(f"fusion_advisor.fuse.{place}"), name)
+    applied: AppliedRun = work(loaded, options, progress, on_report, started=compilers)
     return applied
 
 

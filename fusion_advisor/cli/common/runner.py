@@ -109,7 +109,7 @@ def run_apply(
                 write_atomic(full.run_dir / "report.json", dump_report(report))
 
         if group is None:
-            applied = core.apply_workload(loaded, full, progress, save)
+            applied = core.apply_workload(loaded, full, progress, save, compilers)
         else:
             applied = core.apply_on_ranks(group, loaded, full, progress, save)
         try:
@@ -121,15 +121,16 @@ def run_apply(
         finally:
             applied.revert()
 
-    report, directory = _run(
-        settings,
-        "apply",
-        request=request,
-        options=options,
-        output=output,
-        work=work,
-        judge=lambda done: replace(done, gates=_judged(done, rules)),
-    )
+    with contextlib.nullcontext() if ranks.is_several() else core.started_compilers(request.device) as compilers:
+        report, directory = _run(
+            settings,
+            "apply",
+            request=request,
+            options=options,
+            output=output,
+            work=work,
+            judge=lambda done: replace(done, gates=_judged(done, rules)),
+        )
     run = _named(directory, output)
     is_paid = report.after is not None and not is_unchanged(report)
     hint = f"fusion-advisor compare {run}:eager {run}" if is_paid else f"fusion-advisor report {run} -v"

@@ -5,6 +5,7 @@ The road is that of a launch, so that the key under which Triton keeps the code 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import tempfile
 from dataclasses import dataclass
@@ -12,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of
-from fusion_advisor.codegen.common.interface import Rendered
+from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.split.choose import split_program
 from fusion_advisor.codegen.split.several import rendered_parts
 from fusion_advisor.codegen.triton.backend import load_source
 from fusion_advisor.codegen.triton.direct_launch import compile_options, warmed
 from fusion_advisor.codegen.triton.launch import launch_of
 from fusion_advisor.ir.program import Program
+
+_COMPILER = ("torch", "triton.compiler", "triton.compiler.code_generator")
+_USED_BY_SOME = ("triton.language.extra.libdevice", "triton.experimental.gluon._runtime")
+"""What versions of Triton import when they compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,39 @@ class TargetOnly:
 
 
 def load_compiler() -> None:
-    """Import what every compilation takes, so that processes forked from this one have it."""
-    importlib.import_module("triton.compiler")
+    """Do what the first compilation of a process does, so that processes forked from this one need not.
+
+    A kernel took 1.5 s in a process that had compiled before and 7.5 s in one that had not: torch's import was 5.4 of them, the
+    digest of Triton itself 1.1 (two cores of an EPYC, torch 2.11, Triton 3.6). Sixteen processes did so at a time.
+
+    Nothing is compiled here: a compiler may leave a thread, which a fork does not copy.
+    """
+    for name in _COMPILER:
+        importlib.import_module(name)
+    for name in _USED_BY_SOME:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for skeleton in ("straight", "looped"):
+        environment().get_template(f"triton/{skeleton}.py.jinja")
+    digest_compiler()
+
+
+def digest_compiler() -> None:
+    """Have Triton compute the digest of itself: it is part of every kernel's key, kept by the process, and reads 400 MB.
+
+    Most of that time no other thread of the process waits for it.
+    """
+    with contextlib.suppress(ImportError, OSError):  # another version of Triton: the first kernel waits for it
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def build_driver() -> None:
+    """Leave in Triton's cache the C code by which it talks to CUDA, compiled: a machine's first launch takes a second for it."""
+    from triton.backends.nvidia import driver
+
+    driver.CudaUtils()
 
 
 def compile_ahead(program: Program, rendered: Rendered, arch: int) -> None:

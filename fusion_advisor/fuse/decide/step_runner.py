@@ -65,8 +65,13 @@ class StepRunner:
         self._memsets = Memsets()
 
     def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
-        """Return one call per set of rewrites."""
-        return self.recorded([self.plain(chosen) for chosen in sets])
+        """Return one call per set of rewrites; a set that comes again (the step against itself) is built once."""
+        made: dict[tuple[int, ...], Callable[[], Any]] = {}
+        for chosen in sets:
+            key = tuple(map(id, chosen))
+            if key not in made:
+                made[key] = self.plain(chosen)
+        return self.recorded([made[tuple(map(id, chosen))] for chosen in sets])
 
     def plain(self, chosen: Sequence[Candidate]) -> Callable[[], Any]:
         """Return the step with a set of rewrites, launched one by one."""

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from fusion_advisor.autotune.build_ahead import BuildAhead
+from fusion_advisor.autotune.start_compilers import building_ahead
 from fusion_advisor.capture.graph import tracer
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step, median_step
@@ -31,7 +32,7 @@ from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
 from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, first_report, measure_training
 from fusion_advisor.fuse.modes.training_findings import Findings, check_of_all, logits_findings, merged, step_rows
-from fusion_advisor.fuse.pipeline import building_ahead, on_device
+from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.plan.training_options import check_training_options
@@ -105,14 +106,10 @@ class _Job:
 
 
 def apply_training(
-    loaded: LoadedWorkload,
-    options: ApplyOptions,
-    progress: Progress | None = None,
-    on_report: Callable[[Report], None] = lambda _: None,
-    *,
-    instruments: Instruments = MEASURED,
-    optimise: Callable[..., Call] = optimise,
-) -> TrainedRun:
+    loaded: LoadedWorkload, options: ApplyOptions, progress: Progress | None = None,
+    on_report: Callable[[Report], None] = lambda _: None, *, instruments: Instruments = MEASURED,
+    optimise: Callable[..., Call] = optimise, started: BuildAhead | None = None,
+) -> TrainedRun:  # fmt: skip
     """Rewrite both passes of a model's training step, keep what pays, and leave the model fused.
 
     The model keeps its mode, its gradients and its buffers.
@@ -124,6 +121,7 @@ def apply_training(
         on_report: given the report so far after each phase.
         instruments: measure, and decide what stays.
         optimise: rewrites one graph of a pass.
+        started: processes that compile kernels for a GPU and were started earlier.
 
     Raises:
         UsageError: an option that a training step cannot serve.
@@ -135,7 +133,7 @@ def apply_training(
     check_training_options(options)
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
-    clock = PhaseClock(progress := progress or Progress())
+    clock = PhaseClock(progress := progress or Progress(), is_whole=True)
     seed, device = loaded.request.seed, torch.device(loaded.record.device)
     with on_device(loaded, "applying to a training step"), seeded(seed, device), in_training(loaded.model):
         with clock.phase("bandwidth"):
@@ -154,7 +152,7 @@ def apply_training(
             is_exact=options.exact, notes=(*NOTES, *_HOW),
         )  # fmt: skip
         on_report(report)
-        with building_ahead(loaded, progress) as ahead:
+        with building_ahead(loaded.record.device, progress.warn, started) as ahead:
             fused, journal = _rewritten(job, ahead)
         report = _with_findings(report, fused, journal, measured)
         on_report(report)

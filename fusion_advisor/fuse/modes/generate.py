@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.fuse import pipeline
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.finish import AppliedRun
@@ -69,6 +70,8 @@ def apply_generate(
     options: ApplyOptions,
     progress: Progress | None = None,
     on_report: Callable[[Report], None] = lambda _: None,
+    *,
+    started: BuildAhead | None = None,
 ) -> AppliedRun:
     """Fuse both steps of ``generate`` and compare the tokens with eager's.
 
@@ -77,6 +80,7 @@ def apply_generate(
         options: how to measure and decide; the prefill's files go into a folder of their own.
         progress: receives each phase.
         on_report: given the decode step's report so far.
+        started: processes that compile kernels for a GPU, of which one step makes use.
 
     Returns:
         The run of the decode step: its fused model holds both regimes, its ``parts`` the prefill's report and capture.
@@ -84,10 +88,10 @@ def apply_generate(
     progress = progress or Progress()
     call = _call_of(loaded)
     prefill, decode = _regimes(loaded, call)
-    first = pipeline.apply_workload(prefill, _below(options), progress)
+    first = pipeline.apply_workload(prefill, _below(options), progress, started=started)
     first_kept = first.fused.is_applied
     first.revert()
-    run = pipeline.apply_workload(decode, options, progress, on_report)
+    run = pipeline.apply_workload(decode, options, progress, on_report, started=started)
     run_kept = run.fused.is_applied
     run.revert()
     fused = run.fused if run_kept or not first_kept else first.fused

@@ -45,7 +45,7 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
         OutOfMemory: with what to try instead.
     """
     progress = progress or Progress()
-    clock = PhaseClock(progress)
+    clock = PhaseClock(progress, is_whole=True)
     with on_device(loaded, "running a training step"):
         with clock.phase("bandwidth"):
             environment = describe_environment(loaded.record.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -27,21 +27,45 @@ class Progress:
 
 
 class PhaseClock:
-    """Announces phases and keeps their seconds for the report."""
+    """Announces phases and keeps their seconds for the report.
 
-    def __init__(self, progress: Progress) -> None:
+    Args:
+        progress: is given each phase's name.
+        is_whole: count what passes ahead of a phase, since the phase before it, with that phase: the phases then sum to the run.
+        now: returns seconds.
+    """
+
+    def __init__(self, progress: Progress, *, is_whole: bool = False, now: Callable[[], float] = time.perf_counter) -> None:
         self.progress = progress
         self.durations_s: list[tuple[str, float]] = []
-        self._started = time.perf_counter()
+        self._is_whole = is_whole
+        self._now = now
+        self._started = self._ended = now()
 
     def elapsed_s(self) -> float:
         """Return the seconds since the clock was made."""
-        return round(time.perf_counter() - self._started, 3)
+        return round(self._now() - self._started, 3)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Announce a phase and time it."""
+        """Announce a phase and time it.
+
+        Args:
+            name: of the phase.
+        """
         self.progress.phase(name)
-        started = time.perf_counter()
+        started = self._now()
         yield
-        self.durations_s.append((name, round(time.perf_counter() - started, 3)))
+        self._end(name, self._ended if self._is_whole else started)
+
+    def split(self, name: str) -> None:
+        """Count what has passed of the current phase under another name, and the rest alone as its own; for a whole clock.
+
+        Args:
+            name: of the first part.
+        """
+        self._end(name, self._ended)
+
+    def _end(self, name: str, started: float) -> None:
+        self._ended = self._now()
+        self.durations_s.append((name, round(self._ended - started, 3)))
