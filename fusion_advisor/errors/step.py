@@ -141,5 +141,5 @@ class SizeRejected(AdvisorError):
     code = "FA316"
     message = "`{model_id}` refuses {name}={size}: {cause}"
     note = "{largest}"
-    hint = "end the range of {name} there"
+    hint = "give {name} a range of sizes that it takes"
     exit_code = 2

@@ -36,6 +36,7 @@ from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ran
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
 from fusion_advisor.fuse.shapes.time_calls import time_calls
+from fusion_advisor.fuse.shapes.try_sizes import REFUSALS, refuse_sizes, try_ends
 from fusion_advisor.records import (
     Bandwidth,
     RenderedKernel,
@@ -44,12 +45,11 @@ from fusion_advisor.records import (
     ShapePiece,
     ShapePoint,
     ShapeRanges,
-    SizeRange,
     Timing,
 )
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.architecture import max_positions
-from fusion_advisor.workload.device import current_device, is_out_of_memory
+from fusion_advisor.workload.device import current_device
 from fusion_advisor.workload.load import LoadedWorkload
 
 _MOST_ELEMENTS = {"cpu": 2048, "cuda": 16384}
@@ -62,10 +62,10 @@ _BUDGET_S = 2.0
 def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> list[RangedCall]:
     """Refuse ranges that the model cannot serve, ahead of any work; return the calls that they are ranges of.
 
-    Each range is tried at its end in the original model (on a CPU: a position out of a table ends a GPU's process).
+    Each range is tried at both ends in the original model (on a CPU: a position out of a table ends a GPU's process).
 
     Raises:
-        SizeRejected: the model refuses a size; the error names the largest that it takes.
+        SizeRejected: the model refuses a size; the error names the largest or the smallest that it takes.
         UsageError: a name is no dim of the call.
     """
     assert options.shapes is not None
@@ -81,34 +81,10 @@ def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> list[RangedCa
             )  # fmt: skip
     calls = ranged_calls(loaded, options.shapes)
     if loaded.record.device == "cpu":
-        original = module_call.original_call(loaded.model)
         for call in calls:
-            for one in () if call.refusal else call.ranges:
-                _try_end(loaded, original, call, one)
+            if not call.refusal:
+                try_ends(loaded, call)
     return calls
-
-
-def _try_end(loaded: LoadedWorkload, original: Callable[..., Any], call: RangedCall, one: SizeRange) -> None:
-    def refusal(size: int) -> Exception | None:
-        sizes = {other.name: other.least for other in call.ranges} | {one.name: size}
-        args, kwargs = call.at(sizes)
-        try:
-            with torch.no_grad():
-                original(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError, AssertionError) as error:
-            return error
-        return None
-
-    error = refusal(one.most)
-    if error is None or is_out_of_memory(error):
-        return
-    good, bad = one.least - 1, one.most
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if refusal(middle) is None else (good, middle)
-    largest = f"the largest that it takes is {good}" if good >= one.least else f"it takes no {one.name} from {one.least} on"
-    cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    raise SizeRejected(model_id=loaded.record.model_id, name=one.name, size=one.most, cause=cause, largest=largest) from error
 
 
 def points_of(box: Box, *, most: int, asked: Sequence[Mapping[str, int]] = ()) -> list[dict[str, int]]:
@@ -159,7 +135,11 @@ class _Shapes:
     def capture(self, sizes: dict[str, int]) -> OpenCapture:
         args, kwargs = self.call_at(sizes)
         self.progress.note(f"captured with open sizes at {_text(sizes)}")
-        return capture_open(self.loaded.model, args, kwargs, self.ranged.dims, model_id=self.loaded.record.model_id)
+        try:
+            return capture_open(self.loaded.model, args, kwargs, self.ranged.dims, model_id=self.loaded.record.model_id)
+        except REFUSALS:
+            refuse_sizes(self.loaded, self.ranged, sizes)
+            raise
 
     @property
     def on_cuda(self) -> bool:

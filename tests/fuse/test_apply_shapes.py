@@ -185,6 +185,32 @@ class Table(torch.nn.Module):
         return torch.nn.functional.gelu(x + self.table(torch.arange(x.shape[1])), approximate="tanh") * 2
 
 
+class FixedBatch(torch.nn.Module):
+    """Takes a batch of four alone."""
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(x.view(4, x.shape[1], 8), approximate="tanh") * 2
+
+
+def test_a_batch_that_the_model_fixes_is_named_ahead_of_any_work():
+    for ranges, size, nearest in (
+        ("batch=1..16", 16, "largest that it takes is 4"),
+        ("batch=2..4", 2, "smallest that it takes is 4"),
+    ):
+        with pytest.raises(SizeRejected, match=f"refuses batch={size}: shape") as error:
+            served(FixedBatch().eval(), {"x": torch.randn(4, 5, 8)}, {"x": (ranges, "seq=2..9", None)})
+        assert nearest in error.value.note_text
+
+
+def test_a_size_between_the_ends_that_the_model_refuses_is_named():
+    class Even(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.gelu(x.view(2, -1, 8), approximate="tanh") * 2
+
+    with pytest.raises(SizeRejected, match="refuses batch="):
+        served(Even().eval(), {"x": torch.randn(4, 7, 8)}, {"x": ("batch=2..16", None, None)})
+
+
 def test_sizes_that_the_model_rejects_are_named_ahead_of_any_work():
     model, x = Table().eval(), torch.randn(2, 5, 8)
     with pytest.raises(SizeRejected, match="refuses seq=64") as error:

@@ -106,9 +106,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "a string, a Python number) and writes to none among its inputs and buffers, so there is nothing to compare.",
     ),
     "FA316": (
-        "`apply --shapes` calls the original model at the end of each range before anything is measured (on a CPU; on a GPU a "
+        "`apply --shapes` calls the original model at both ends of each range before anything is measured (on a CPU; on a GPU a "
         "bad index would end the process). The model raised there: a table that ends, a mask of fixed size, a size that its "
-        "layers cannot divide. The error names the largest size that it takes.",
+        "layers cannot divide. The error names the nearest size that it takes. On a GPU the "
+        "first graph of a range finds such a size.",
     ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (

@@ -50,6 +50,7 @@ MOST_RECORDINGS = 32
 """Recordings kept per model; the one that was replayed longest ago goes first. They share the memory of what lies in between."""
 _MOST_MOVES = 3
 """A step whose inputs' addresses changed this often in a row is not recorded again: recording costs more than it saves."""
+_MOST_WAITS = 64
 _UNDO_BYTES = 64 << 10
 """Of what a step writes to, as much is copied at each step so that it can be put back: a launch of two microseconds."""
 
@@ -190,15 +191,15 @@ class Graphs:
             call.undo()
             del self._recordings[region]
             # Values whose sources were written to or exchanged are computed again by a plain call, outside any graph.
-            region.is_warm = not recording.folded_from
+            region.waits = int(bool(recording.folded_from))
             recording = None
             region.moves += 1
             if region.moves > _MOST_MOVES:
                 region.refusal = f"the addresses of its inputs changed {region.moves} times"
                 return region.plain(*args)
         if recording is None:
-            if not region.is_warm:
-                region.is_warm = True
+            if region.waits:
+                region.waits -= 1
                 return region.plain(*args)
             before = total(region.tallies)
             try:
@@ -214,7 +215,7 @@ class Graphs:
                 return region.plain(*args)
             self._recordings[region] = recording
             while len(self._recordings) > self._limit:
-                self._recordings.popitem(last=False)
+                self._recordings.popitem(last=False)[0].wait_longer()
         else:
             region.moves = 0
         self._recordings.move_to_end(region)
@@ -262,9 +263,11 @@ class GraphedRegion:
     names: tuple[str, ...]
     graphs: Graphs
     refusal: str | None = None
-    is_warm: bool = False
+    waits: int = 1
+    """Calls that still run launch by launch before one is recorded."""
     moves: int = 0
     tallies: tuple[Tally, ...] = field(init=False)
+    _patience: int = 1
     _written: frozenset[int] = field(init=False)
     _is_pure: bool = field(init=False)
     _saved: tuple[int, ...] | None = field(init=False)
@@ -279,6 +282,10 @@ class GraphedRegion:
     def __call__(self, *args: Any) -> Any:
         """Run the region on dynamo's inputs."""
         return self.graphs.region(self, args)
+
+    def wait_longer(self) -> None:
+        """Be recorded again after twice as many calls as last time: more shapes take turns than may be recorded."""
+        self._patience = self.waits = min(2 * self._patience, _MOST_WAITS)
 
     def plain(self, *args: Any) -> Any:
         """Run it launch by launch."""

@@ -1,18 +1,21 @@
 """Says what decides an attribute of an object, where nothing but dicts does: its own ``__dict__`` and those of its classes.
 
 While these dicts are as they were, reading the attribute gives what it gave, and an attribute that is missing stays missing.
-Where code of its own is asked (a property, a ``__getattr__``, the ``__getattribute__`` of transformers' configurations), nothing
-is known. The one exception is ``nn.Module.__getattr__``, which looks into three dicts of the module.
+Where code of its own is asked (a property, a ``__getattr__``), nothing is known. There are two exceptions.
+``nn.Module.__getattr__`` looks into three dicts of the module. A ``__getattribute__`` whose source can be followed looks into
+dicts too (:mod:`fusion_advisor.fuse.direct.getattribute_source`): the configurations of transformers have such.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import CodeType, EllipsisType, FunctionType, NoneType
+from types import CodeType, EllipsisType, FunctionType, GetSetDescriptorType, NoneType
 from typing import Any
 
 import torch
+
+from fusion_advisor.fuse.direct.getattribute_source import Surroundings, Unreadable, followed
 
 IMMUTABLE = {
     int, float, complex, str, bytes, bool, NoneType, EllipsisType, CodeType, torch.dtype, torch.device, torch.layout,
@@ -57,8 +60,8 @@ def look_up(owner: Any, name: str) -> Lookup | None:
     own = getattr(owner, "__dict__", None)
     if isinstance(owner, type) or type(own) is not dict:
         return None
-    if len(list(_defined(owner, "__getattribute__"))) > 1:  # one is object's
-        return None
+    if next(_defined(owner, "__getattribute__")) is not object.__getattribute__:
+        return _by_code(owner, own, name)
     found = _plain(owner, own, name)
     if found is None or found[0]:
         return None if found is None else Lookup(True, found[1], [own])
@@ -73,8 +76,44 @@ def look_up(owner: Any, name: str) -> Lookup | None:
     return Lookup(False, None, [own, *(table for table in tables if table is not None)], [fallback[0]])
 
 
+def _by_code(owner: Any, own: dict[str, Any], name: str) -> Lookup | None:
+    """Return what decides an attribute of an object whose class has a ``__getattribute__`` in Python."""
+    *steps, _ = _found_in(owner, "__getattribute__")
+    tables = [own]
+    code = [function for _, function in steps]
+
+    def read(key: str, step: int = 0) -> Any:
+        around = Surroundings(owner, read, lambda name: read(name, step + 1), tables)
+        if step < len(steps):
+            kind, function = steps[step]
+            return followed(function, kind, around, key)
+        if key == "__dict__" and all(type(one) is GetSetDescriptorType for one in _defined(owner, "__dict__")):
+            return own
+        kind, made = next(_found_in(owner, key), (object, None))
+        if type(made) is property:
+            code.append(made.fget)
+            return followed(made.fget, kind, around)
+        found = _plain(owner, own, key)
+        if found is None:
+            raise Unreadable
+        if not found[0]:
+            raise AttributeError
+        return found[1]
+
+    try:
+        return Lookup(True, read(name), tables, code)
+    except AttributeError:
+        return Lookup(False, None, tables, code) if not any(True for _ in _defined(owner, "__getattr__")) else None
+    except (Unreadable, RecursionError):
+        return None
+
+
+def _found_in(owner: Any, name: str) -> Iterator[tuple[type, Any]]:
+    return ((kind, vars(kind)[name]) for kind in type(owner).__mro__ if name in vars(kind))
+
+
 def _defined(owner: Any, name: str) -> Iterator[Any]:
-    return (vars(kind)[name] for kind in type(owner).__mro__ if name in vars(kind))
+    return (value for _, value in _found_in(owner, name))
 
 
 def _plain(owner: Any, own: dict[str, Any], name: str) -> tuple[bool, Any] | None:

@@ -258,6 +258,8 @@ class Unchanged:
         self.read(owner, "__dict__")
         for one in found.code:
             self.read(one, "__code__")
+            for cell in one.__closure__ or ():
+                self.read(cell, "cell_contents")
         self._objects[id(owner)] = owner
         self._dicts.update((id(table), table) for table in found.tables)
         return True

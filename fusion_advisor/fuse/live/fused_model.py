@@ -22,7 +22,7 @@ from fusion_advisor.errors import AdvisorError, HalfWritten
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
 from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.live.call_difference import describe_difference
-from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, sharing, signature
+from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, parts_of, sharing, signature
 from fusion_advisor.fuse.live.graph_table import GraphTable
 from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
 from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, specialise
@@ -126,8 +126,9 @@ class FusedModel(InPlace):
         key = signature(args, kwargs, leaves, self._objects, objects)
         verified = self._verified.get(key)
         why_not = ""
+        parts = parts_of(key, leaves, objects) if verified is None and self.shapes else None
         for table in self.shapes if verified is None else ():
-            ranged = table.look_up(key, args, kwargs)
+            ranged = table.look_up(key, args, kwargs, parts)
             if not isinstance(ranged, str):
                 verified = ranged
                 break

@@ -11,6 +11,7 @@ import torch
 from fusion_advisor.fuse.direct import words
 from fusion_advisor.fuse.direct.words import Words
 from fusion_advisor.fuse.live.code_guard import WatchedCode
+from fusion_advisor.runtime.output_hooks import collectors_of, is_collecting
 from fusion_advisor.runtime.torch_internals import module_call
 
 TRAINING = "the model is in train() mode"
@@ -33,6 +34,8 @@ class ModuleGuard:
         self._words: Words | None = None
         """Hold what they held when every check last came out as unchanged."""
         self._may_read = True
+        self._collectors: list[Any] = []
+        """Say whether hooks of transformers, which came after the verification, do anything."""
         self._look_at_parts()
 
     def _look_at_parts(self) -> None:
@@ -61,7 +64,7 @@ class ModuleGuard:
         """Name what changed since the graphs were verified, or None."""
         if self._words is not None:
             if self._words.are_same():
-                return None
+                return _HOOK if self._collectors and is_collecting(self._collectors) else None
             self._words.read()
         elif self._may_read:
             self._words = self._all_words()
@@ -97,9 +100,13 @@ class ModuleGuard:
         if any(module.training for module in self._live_dropouts):
             return TRAINING
         # `any` over 740 empty tables takes 5 µs; asking each module would take 100.
-        if any(self._no_hooks) or any(len(table) != size for table, size in self._hooks):
-            return _HOOK
-        return None
+        self._collectors = []
+        if any(self._no_hooks):
+            collectors = collectors_of(hook for table in self._no_hooks for hook in table.values())
+            if collectors is None or is_collecting(collectors):
+                return _HOOK
+            self._collectors = collectors
+        return _HOOK if any(len(table) != size for table, size in self._hooks) else None
 
 
 def is_training(model: torch.nn.Module) -> bool:

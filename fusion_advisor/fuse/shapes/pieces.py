@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
@@ -142,6 +142,6 @@ def _rest(box: Box, own: Box) -> list[Box]:
     return left
 
 
-def contains(box: Box, sizes: dict[str, int]) -> bool:
+def contains(box: Box, sizes: Mapping[str, int]) -> bool:
     """Whether sizes lie in a box."""
     return all(one.holds(sizes[one.name]) for one in box)

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
 from fusion_advisor.fuse.direct.direct_call import Shortcut
+from fusion_advisor.fuse.shapes.call_form import CallParts, Row, sizes_in
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import is_object
@@ -168,6 +169,7 @@ _MOST_RUNNERS = 1024
 _MOST_CALLS = 4096
 _MOST_CACHES = 256
 """Signatures of calls with a growing cache: each is of some hundred tensors."""
+_MOST_FORMS = 64
 _DEEPEST = 8
 """Objects inside one another that are looked into."""
 
@@ -221,6 +223,8 @@ class ShapeTable:
         self._dims = dims
         args, kwargs = example
         self._like = self._pattern(args, kwargs, call_tensors(args, kwargs))
+        self._like_form = self._pattern(args, kwargs, call_tensors(args, kwargs), with_layouts=False)
+        self._forms: dict[Any, tuple[Row, ...] | None] = {}
         self.sharing: tuple[int, ...] | None = None
         self._known: dict[Any, VerifiedCall | str] = {}
         """By signature: a call that is served, or why it is not."""
@@ -236,19 +240,22 @@ class ShapeTable:
         found = [module for piece in self.pieces for point in piece.points for module in point.modules]
         return list({id(module): module for module in found}.values())
 
-    def look_up(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> VerifiedCall | str:
+    def look_up(
+        self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: CallParts | None = None
+    ) -> VerifiedCall | str:
         """Return a call that the ranges serve, or why they do not; the call is looked at once for its signature.
 
         Args:
             key: its signature.
             args: of the call.
             kwargs: of the call.
+            parts: of its signature; without them the whole call is looked through.
         """
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= (_MOST_CALLS if self.may_record else _MOST_CACHES):
                 self._known.clear()
-            piece = self.find(args, kwargs)
+            piece = self.find(args, kwargs) if parts is None else self._find_by_form(parts, args, kwargs)
             found = self._known[key] = (
                 piece if isinstance(piece, str) else VerifiedCall(self.sharing, True, piece, self.may_record)
             )
@@ -260,6 +267,41 @@ class ShapeTable:
         sizes = sizes_of(tensors, self._dims)
         if sizes is None or self._pattern(args, kwargs, tensors) != self._like:
             return ""
+        return self._at(sizes)
+
+    def _find_by_form(self, parts: CallParts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ServedPiece | str:
+        """Return what :meth:`find` does, and look through one call of each form alone."""
+        if parts.form in self._forms:
+            rows = self._forms[parts.form]
+        else:
+            given = parts.tensors()
+            if len({*map(id, given)}) < len(parts.layouts):  # one tensor twice, or one that was not noted
+                return self.find(args, kwargs)
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms.clear()
+            rows = self._forms[parts.form] = self._rows(given, args, kwargs)
+        sizes = None if rows is None else sizes_in(rows, parts.layouts)
+        return "" if sizes is None else self._at(sizes)
+
+    def _rows(self, given: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Row, ...] | None:
+        """Say what the layouts of a call's tensors must be; None where a call of this form is never served."""
+        tensors = call_tensors(args, kwargs)
+        if self._pattern(args, kwargs, tensors, with_layouts=False) != self._like_form:
+            return None
+        example = call_tensors(*self.example)
+        paths = {id(tensor): path for path, tensor in tensors.items()}
+        own: dict[Row, Row] = {}
+        rows = []
+        for tensor in given:
+            path = paths.get(id(tensor))
+            like = None if path is None else example[path]
+            names = None if path is None else self._dims.get(path)
+            row = Row(names, None if like is None else (like.shape, like.dtype, like.device, like.stride()))
+            rows.append(own.setdefault(row, row))
+        return tuple(rows)
+
+    def _at(self, sizes: Sizes) -> ServedPiece | str:
+        """Return the piece that serves sizes, or why the original ops run."""
         outside = [one for one in self.ranges if not one.holds(sizes[one.name])]
         if outside:
             return f"{outside[0].name} is outside of {outside[0].text}"
@@ -271,13 +313,17 @@ class ShapeTable:
         served = piece.at(sizes)
         return piece if served.module is not None else served.reason
 
-    def _pattern(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return what is equal for all calls that are served: everything but the open sizes."""
+    def _pattern(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, with_layouts: bool = True
+    ) -> Any:
+        """Return what is equal for all calls that are served: everything but the open sizes, or but all layouts."""
         paths = {id(tensor): path for path, tensor in tensors.items()}
 
         def key(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return (type(leaf), float.hex(leaf) if isinstance(leaf, float) else leaf)
+            if not with_layouts:
+                return torch.Tensor
             names = self._dims.get(paths.get(id(leaf), ""))
             if names is None:
                 return (leaf.shape, leaf.dtype, leaf.device, leaf.stride())

@@ -732,6 +732,25 @@ def test_no_more_than_the_limit_is_held():
     assert fused.fallbacks == {}
 
 
+def test_shapes_that_take_turns_in_too_few_graphs_are_seldom_recorded():
+    model, (x,) = toy()
+    recorder = FakeRecorder()
+    with torch.no_grad():
+        fused = graphed_model(model, (x,), recorder=recorder, limit=1)
+        args = (torch.randn(2, 32),)
+        live = capture_regions(model, args, {})
+        fused._add(live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, {})
+        regions = set()
+        for _ in range(30):
+            for rows in (6, 2):
+                value = torch.randn(rows, 32)
+                assert torch.equal(fused(value), fused._original(value))
+                regions |= set(fused.graphs._recordings)
+        assert len(regions) == 2
+        assert 4 <= recorder.recorded <= 10
+    assert fused.fallbacks == {}
+
+
 def test_a_generating_model_gives_the_same_tokens():
     model, inputs = gpt2()
     ids = inputs["input_ids"]

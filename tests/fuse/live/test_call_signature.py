@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fusion_advisor.fuse.live.call_signature import ObjectKey, signature
+from fusion_advisor.fuse.live.call_signature import Form, ObjectKey, parts_of, signature
 
 
 class Layer:
@@ -108,6 +108,72 @@ def test_an_object_is_read_again_as_soon_as_it_holds_another_thing(change):
     assert other is not seen and again == signature((cache,), {})
 
 
+def grown(cache):
+    for layer in cache.layers:
+        layer.keys = torch.cat([layer.keys, layer.keys[:, :1]], dim=1)
+
+
+def one_layer_grown(cache):
+    cache.layers[1].keys = torch.zeros(2, 9, 4)
+
+
+def turned(cache):
+    cache.layers[0].keys = cache.layers[0].keys.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def other_dtype(cache):
+    cache.layers[0].keys = cache.layers[0].keys.double()
+
+
+def no_tensor(cache):
+    cache.layers[0].keys = None
+
+
+def a_parameter(cache):
+    cache.layers[0].keys = torch.nn.Parameter(cache.layers[0].keys)
+
+
+def tensors_swapped(cache):
+    layer = cache.layers[0]
+    layer.keys, layer.position = layer.position, layer.keys
+
+
+GROWN = [grown, one_layer_grown, turned, other_dtype, no_tensor, a_parameter, tensors_swapped, other_tensor, replaced_layer]
+
+
+@pytest.mark.parametrize("change", GROWN)
+def test_a_cache_with_other_tensors_has_the_key_of_one_that_is_read_for_the_first_time(change):
+    cache, objects = Cache(Layer(), Layer()), {}
+    before = signature((cache,), {}, None, objects)
+    for _ in range(3):
+        change(cache)
+        again = signature((cache,), {}, None, objects)
+        assert again == signature((cache,), {}) and hash(again) == hash(signature((cache,), {}))
+        assert (again == before) == (change in (other_tensor, replaced_layer, a_parameter)) or change is tensors_swapped
+    assert len(objects) == 1
+    reference = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert reference() is None and not objects
+
+
+def test_a_signature_is_its_form_and_the_layouts_of_its_tensors():
+    def read(length, count=0, x=None, **more):
+        leaves, objects = [], []
+        cache, x = Cache(Layer(length, count)), torch.zeros(3, 1) if x is None else x
+        parts = parts_of(signature((x,), {"cache": cache, **more}, leaves, {}, objects), leaves, objects)
+        assert [(one.shape, one.dtype, one.device, one.stride()) for one in parts.tensors()] == list(parts.layouts)
+        assert parts.tensors()[0] is x
+        return parts
+
+    one = read(8)
+    assert {len(one.layouts), len(read(8, more=torch.ones(2)).layouts)} == {3, 4}
+    for same in (read(9), read(8, x=torch.zeros(4, 2, dtype=torch.int64))):
+        assert same.form == one.form and hash(same.form) == hash(one.form) and same.layouts != one.layouts
+    for other in (read(8, count=1), read(8, flag=True), read(8, flag=1), read(8, more=torch.ones(2)), read(8, more=Cache())):
+        assert other.form != one.form
+
+
 @pytest.mark.parametrize("owner", [lambda cache: cache, lambda cache: cache.first], ids=["itself", "a method"])
 def test_an_object_that_refers_to_itself_is_not_kept_alive(owner):
     cache, objects = Cache(Layer()), {}
@@ -132,11 +198,11 @@ def test_keys_are_hashed_once_and_compared_once():
             self.asked.append("equal")
             return super().__eq__(other)
 
-    one, other = ObjectKey((Counted("a"), 1)), ObjectKey((Counted("a"), 1))
+    one, other = (ObjectKey(Form((Counted("a"), 1)), ()) for _ in range(2))
     known = {one: True}
     assert known[other] and Counted.asked == ["hash", "hash", "equal"]
     assert known[other] and hash(other) == hash(one) and len(Counted.asked) == 3
-    assert one != ObjectKey((Counted("a"), 2)) and one != (Counted("a"), 1)
+    assert one != ObjectKey(Form((Counted("a"), 2)), ()) and one != (Counted("a"), 1)
 
 
 def test_order_of_keywords_does_not_matter_and_order_of_positions_does():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx import symbolic_trace
 
+from fusion_advisor.fuse.live.call_signature import parts_of, signature
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, VerifiedCall
 from fusion_advisor.records import SizeRange
 
@@ -30,6 +31,47 @@ def call(x, **other):
     return {"x": x, "flag": True, "y": torch.zeros(3), **other}
 
 
+def look_up(found, kwargs):
+    """What a table answers for a call, whose form it may know."""
+    leaves, objects = [], []
+    key = signature((), kwargs, leaves, {}, objects)
+    return found.look_up(key, (), kwargs, parts_of(key, leaves, objects))
+
+
+class Held:
+    def __init__(self, batch, seq, count=0, name="a"):
+        self.keys, self.fixed, self.count, self.name = torch.zeros(batch, seq), torch.zeros(3), count, name
+
+
+def test_calls_of_one_form_get_what_looking_through_them_gives():
+    dims = {"x": ("batch", ""), "held.keys": ("batch", "seq"), "mask": ("batch", "seq+1")}
+
+    def given(batch=2, seq=4, *, more=0, x=5, count=0, name="a", keys=None, fixed=None, same=False):
+        held = Held(batch, seq, count, name)
+        held.keys, held.fixed = held.keys if keys is None else keys, held.fixed if fixed is None else fixed
+        made = {"x": torch.zeros(batch, x), "held": held, "mask": torch.zeros(batch, seq + 1 + more)}
+        return {**made, "mask": held.keys} if same else made
+
+    calls = [
+        *(given(batch, seq) for batch, seq in ((2, 4), (1, 1), (8, 64), (8, 65), (9, 3), (3, 3), (0, 3), (3, 6), (2, 1))),
+        *(given(3, 7, count=count) for count in (1, 2)), given(3, 7, name="b"), given(3, 7, more=1), given(3, 7, x=6),
+        given(3, 7, keys=torch.zeros(7, 3).T), given(3, 7, keys=torch.zeros(4, 7)), given(3, 7, keys=torch.zeros(3, 7, 1)),
+        given(3, 7, keys=torch.zeros(3, 7).double()), given(3, 7, fixed=torch.zeros(4)), given(3, 7, fixed=torch.zeros(6)[::2]),
+        given(3, 7, same=True), given(1, 7, keys=torch.zeros(2, 7)[:1]), given(3, 1, keys=torch.zeros(3, 4)[:, :1]),
+    ]  # fmt: skip
+    holes = piece(point(1, 1), holds=lambda sizes: sizes["batch"] * sizes["seq"] != 18)
+    answers = set()
+    for order in (calls, calls[::-1]):
+        found = ShapeTable(RANGES, dims, [holes], ((), given(2, 4)))
+        for kwargs in order:
+            answer = look_up(found, kwargs)
+            answer = answer if isinstance(answer, str) else answer.piece
+            assert answer == found.find((), kwargs)
+            answers.add(answer)
+        assert len(found._forms) == 4  # the counts and the name
+    assert len(answers) == 5
+
+
 def test_a_call_of_any_size_inside_is_served():
     one = piece(point(1, 1), point(8, 64))
     for batch, seq in ((1, 1), (8, 64), (3, 7)):
@@ -50,7 +92,11 @@ def test_a_call_of_any_size_inside_is_served():
     ],
 )
 def test_a_call_that_differs_in_anything_else_is_not(other):
-    assert table(piece(point(1, 1))).find((), other) == ""
+    found = table(piece(point(1, 1)))
+    assert found.find((), other) == ""
+    for first in (call(torch.zeros(2, 4)), other):  # whichever call of a form is looked at first
+        look_up(found, first)
+        assert look_up(found, other) == ""
 
 
 def test_why_a_size_is_not_served_is_said():
