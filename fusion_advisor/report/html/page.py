@@ -61,7 +61,6 @@ SECTIONS = (
     ("quality", "Data quality"),
     ("time", "Where the time went"),
     ("savings", "Saved by each rewrite"),
-    ("step", "Parts of the step"),
     ("modules", "By module"),
     ("fusions", "Fusions"),
     ("chains", "Chains"),
