@@ -121,12 +121,7 @@ def join_modules(trace: Trace, step: Step, loss: str) -> Training:
         step: one of its steps.
         loss: in words.
     """
-    engine = _Nested([op for op in trace.cpu_ops if op.name.startswith(_ENGINE)])
-    modules = _Nested([event for event in trace.ranges if event.name.startswith(MODULE_RANGE)])
-    # The last op with a number made its node: the ones before it, views without gradients say, only saw what number comes next.
-    made_at = {
-        op.sequence: op.start_ns for op in trace.cpu_ops if op.sequence >= 0 and not _evaluates(engine.at(op.start_ns), op)
-    }
+    origins = Origins(trace)
     forward: dict[str, int] = {}
     backward: dict[str, int] = {}
     paths: dict[str, set[str]] = {}
@@ -134,15 +129,11 @@ def join_modules(trace: Trace, step: Step, loss: str) -> Training:
     totals = {False: 0, True: 0}
     for launch in step.launches:
         moment = step.origin_ns + (launch.call_start_ns if launch.call_ns else launch.start_ns)
-        node = engine.at(moment)
-        module = modules.at(moment)  # in the backward pass too, where a checkpointed module is called again
-        if module is None and node is not None and node.sequence in made_at:
-            module = modules.at(made_at[node.sequence])
-        path = "" if module is None else module.name.removeprefix(MODULE_RANGE)
-        row = _LAYER.sub("*", path)
-        side = forward if node is None else backward
+        path, is_backward = origins.at(moment)
+        row = layers_folded(path)
+        side = backward if is_backward else forward
         side[row] = side.get(row, 0) + launch.duration_ns
-        totals[node is not None] += launch.duration_ns
+        totals[is_backward] += launch.duration_ns
         paths.setdefault(row, set()).add(path)
         launches[row] = launches.get(row, 0) + 1
     rows = [
@@ -159,15 +150,57 @@ def join_modules(trace: Trace, step: Step, loss: str) -> Training:
     return Training(loss=loss, forward_ns=totals[False], backward_ns=totals[True], modules=tuple(rows))
 
 
+class Origins:
+    """Says which module a moment of traced training steps serves, and whether it lies in the backward pass.
+
+    Args:
+        trace: with module ranges around the forward pass.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._engine = Nested([op for op in trace.cpu_ops if op.name.startswith(_ENGINE)])
+        self._modules = Nested([event for event in trace.ranges if event.name.startswith(MODULE_RANGE)])
+        # The last op with a number made its node: the ones before it, views without gradients say, only saw what number is next.
+        self._made_at = {
+            op.sequence: op.start_ns
+            for op in trace.cpu_ops
+            if op.sequence >= 0 and not _evaluates(self._engine.at(op.start_ns), op)
+        }
+
+    def at(self, moment_ns: int) -> tuple[str, bool]:
+        """Return the path of a module, empty where there is none, and whether autograd was evaluating a node.
+
+        Args:
+            moment_ns: on the trace's clock.
+        """
+        node = self._engine.at(moment_ns)
+        module = self._modules.at(moment_ns)  # in the backward pass too, where a checkpointed module is called again
+        if module is None and node is not None and node.sequence in self._made_at:
+            module = self._modules.at(self._made_at[node.sequence])
+        return "" if module is None else module.name.removeprefix(MODULE_RANGE), node is not None
+
+
+def layers_folded(path: str) -> str:
+    """Return a module's path with a star for the number of a layer.
+
+    Args:
+        path: ``model.layers.3.mlp``.
+    """
+    return _LAYER.sub("*", path)
+
+
 def _evaluates(node: Event | None, op: Event) -> bool:
     """Whether an op is the evaluation of a node, or a part of it; a node's evaluation may call forward ops again."""
     return node is not None and node.sequence == op.sequence
 
 
-class _Nested:
+class Nested:
     """Finds the innermost of ranges that lie in each other.
 
     Threads are taken as one line: while the backward pass runs in a thread of its own, the one that called it waits.
+
+    Args:
+        events: in any order.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -191,5 +224,6 @@ class _Nested:
         self._owners.append(owner)
 
     def at(self, moment_ns: int) -> Event | None:
+        """Return the innermost range that covers a moment."""
         position = bisect.bisect_right(self._starts, moment_ns) - 1
         return None if position < 0 else self._owners[position]

@@ -42,6 +42,7 @@ from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.train.columns_last import sink_column_sums
+from fusion_advisor.fuse.train.freed_arguments import FreeingCall
 from fusion_advisor.fuse.train.gradient_parts import split_norm_gradients
 from fusion_advisor.fuse.train.journal import Journal
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
@@ -222,6 +223,7 @@ class _FirstCall:
         self._region = Region(index=0, graph=trace(graph_module), original=graph_module, training_pass=training_pass)
         self._names = names or _names
         self._call: Call | None = None
+        self._freeing: FreeingCall | None = None
 
     def optimise(self, args: tuple[Any, ...]) -> Call:
         """Return what runs from now on, by the tensors of a call."""
@@ -234,6 +236,8 @@ class _FirstCall:
         finally:
             numbers.restore()
         self._region.example_args = ()  # nothing of the call is kept alive
+        if self._region.training_pass == "backward":
+            self._freeing = FreeingCall.of(self._call, args)
         return self._call
 
     @property
@@ -254,10 +258,17 @@ class _FirstCall:
         try:
             return self._call(*args)
         except LayoutChanged as change:
+            self._freeing = None
             self._call = _unfused(
                 self._original, f"a value inside the model was laid out differently than when it was verified ({change})"
             )
             return self._call(*args)
+
+    def take(self, args: list[Any]) -> Any:
+        """Run it on arguments that nobody else needs: a backward pass frees each of them after its last use."""
+        if self.instead is None and self._freeing is not None and self._freeing.serves(args):
+            return self._freeing(args)
+        return self(*args)
 
 
 def fusion_advisor(

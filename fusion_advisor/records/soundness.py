@@ -55,6 +55,10 @@ def check_report(report: Report) -> None:
         Unsound: with the place.
     """
     _figures(report, "")
+    for held in report.training.memory if report.training else ():
+        columns = (held.at_share, held.activation_bytes, held.gradient_bytes, held.working_bytes)
+        if len(set(map(len, columns))) != 1:
+            raise Unsound(f"memory of the {held.label} step: its lists differ in length")
     for label, step in (("before", report.before), ("captured", report.captured), ("after", report.after)):
         _step(step, label)
     for number, baseline in enumerate(report.baselines):

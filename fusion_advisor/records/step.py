@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion_advisor.records.run import Timing
 
@@ -189,6 +189,83 @@ class ModuleTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMemory:
+    """Tensors of one origin that are alive at the moment when a training step holds most memory."""
+
+    kind: str
+    """``activation`` (made by the forward pass), ``gradient`` (of a parameter: it outlives the step) or ``working`` (all other
+    memory of the backward pass)."""
+    op: str
+    """That made them, as the profiler names it; empty for what was made outside every op, a fused kernel's result."""
+    module: str
+    """Whose forward op it is or belongs to: ``model.layers.*.mlp``; empty where the trace does not tell."""
+    tensors: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Memory that a training step holds from its first op to its last, above what was allocated when it began.
+
+    The figures are the allocator's own, recorded while one step ran under the profiler; weights, inputs and the optimizer's state
+    are not in them.
+    """
+
+    label: str
+    """``eager`` or ``fused``."""
+    at_share: tuple[float, ...]
+    """Moments in order, as shares of the recorded step's time; the one with the peak is among them."""
+    activation_bytes: tuple[int, ...]
+    """Alive at each moment, made by the forward pass."""
+    gradient_bytes: tuple[int, ...]
+    """Likewise, gradients of parameters."""
+    working_bytes: tuple[int, ...]
+    """Likewise, what else the backward pass made."""
+    backward_share: float
+    """When the backward pass began."""
+    peak_share: float
+    """When most was held."""
+    peak_bytes: int
+    holders: tuple[HeldMemory, ...]
+    """At the peak, largest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerTime:
+    """A step of an optimizer over copies of the trained parameters."""
+
+    change: str
+    """How it is made: ``torch.optim.AdamW(model.parameters(), fused=True)``."""
+    step_ns: int
+    """Median."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Parts of a training step, and the work that a step does."""
+
+    forward_before_ns: int
+    """Median of the eager forward pass with its loss, timed by itself."""
+    backward_before_ns: int
+    """Median of the eager step, timed in turn with its forward pass, less that."""
+    forward_after_ns: int = 0
+    """As before, ours; 0 where nothing of ours runs."""
+    backward_after_ns: int = 0
+    method: str = ""
+    """Of the clock, as in :class:`Timing`."""
+    optimizer: tuple[OptimizerTime, ...] = ()
+    """AdamW as torch makes it by default, then in the other ways it offers; empty where it was not timed."""
+    optimizer_note: str = ""
+    """Why it was not timed."""
+    tokens: int = 0
+    """Labels or inputs of a step by number: rows times positions of a language model, rows of everything else."""
+    token_word: str = ""
+    """``tokens`` or ``samples``."""
+    flops: int = 0
+    """Of the eager step's matrix products, convolutions and attention, both passes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """A training step by its parts: kernel time of the traced step."""
 
@@ -199,6 +276,15 @@ class Training:
     backward_ns: int
     modules: tuple[ModuleTime, ...]
     """Most expensive first; together they are the whole step."""
+    parts: StepParts | None = None
+    """Of a run that timed them."""
+    memory: tuple[StepMemory, ...] = ()
+    """Of the eager step and of ours, where one was recorded."""
+
+    def eager_alone(self) -> Training:
+        """Return the record without what it holds of our step."""
+        parts = None if self.parts is None else replace(self.parts, forward_after_ns=0, backward_after_ns=0)
+        return replace(self, parts=parts, memory=self.memory[:1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

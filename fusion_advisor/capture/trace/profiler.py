@@ -11,11 +11,13 @@ import functools
 import gzip
 import json
 import logging
+import operator
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from fusion_advisor.capture.trace.events import MODULE_RANGE, STEP_RANGE, Trace,
 _LET_GO = "TEARDOWN_CUPTI"
 """What Kineto goes by when a trace is over."""
 _MARKER = b"USDT:"
+_OLDER_MEMORY = b"Memory block of unknown size"
+"""In what torch warns of where memory is taken back that was given out before it recorded."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,24 +60,76 @@ def record(
                 step()
                 if on_cuda:
                     torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
+    with _exported(profiler) as path:
         trace = read_events(TraceFile(path, is_strict=False).typed_events())
         if save_to is not None:
             _save(path, save_to)
         return trace
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Memory that an allocator gave out or took back.
+
+    Attributes:
+        moment_ns: on the trace's clock.
+        address: of the memory.
+        change_bytes: negative where it was taken back.
+    """
+
+    moment_ns: int
+    address: int
+    change_bytes: int
+
+
+def record_memory(step: Callable[[], object], *, on_cuda: bool) -> tuple[Trace, list[Allocation]]:
+    """Run ``step`` twice under torch.profiler and record what the second run allocates, in order of time.
+
+    The first run bears what the profiler does when it begins.
+
+    Args:
+        step: the work; it must have been warmed up.
+        on_cuda: record the device's allocator, not the host's.
+
+    Returns:
+        The trace with the second run in a range, and the allocations of both runs.
+    """
+    with markers_logged(), _profiler(on_cuda=on_cuda, with_memory=True) as profiler:
+        step()
+        with torch.profiler.record_function(f"{STEP_RANGE}0"):
+            step()
+            if on_cuda:
+                torch.cuda.synchronize()
+    with _exported(profiler) as path:
+        trace = read_events(TraceFile(path, is_strict=False).typed_events())
+        document = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+    found = [
+        Allocation(
+            moment_ns=round(event["ts"] * 1000), address=event["args"]["Addr"], change_bytes=event["args"]["Bytes"]
+        )
+        for event in document["traceEvents"]
+        if event.get("name") == "[memory]" and (event["args"]["Device Type"] != 0) is on_cuda
+    ]  # fmt: skip
+    return trace, sorted(found, key=operator.attrgetter("moment_ns"))
+
+
 @contextlib.contextmanager
-def _profiler(*, on_cuda: bool) -> Iterator[Any]:
+def _exported(profiler: Any) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        yield path
+
+
+@contextlib.contextmanager
+def _profiler(*, on_cuda: bool, with_memory: bool = False) -> Iterator[Any]:
     """Profile while the context lasts, on the host by what torch.profiler wraps: that imports Inductor, which takes 2.7 s."""
     if on_cuda:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        profiler: Any = torch.profiler.profile(activities=activities)
+        profiler: Any = torch.profiler.profile(activities=activities, profile_memory=with_memory)
         start, stop = profiler.start, functools.partial(_stop_and_let_go, profiler)
     else:
-        profiler = torch.autograd.profiler.profile(use_kineto=True)
+        profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=with_memory)
         start, stop = profiler.__enter__, functools.partial(profiler.__exit__, None, None, None)
     with markers_logged():
         start()
@@ -136,7 +192,7 @@ def markers_logged() -> Iterator[None]:
             os.close(terminal)
             captured.seek(0)
             for line in captured.read().splitlines(keepends=True):
-                if line.startswith(_MARKER):
+                if line.startswith(_MARKER) or _OLDER_MEMORY in line:
                     _log.debug(line.decode(errors="replace").rstrip())
                 else:
                     os.write(2, line)

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.autotune.start_compilers import building_ahead
 from fusion_advisor.capture.graph import tracer
+from fusion_advisor.capture.step_memory import record_step_memory
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step, median_step
 from fusion_advisor.capture.training import TrainingStep, in_training
@@ -30,7 +31,7 @@ from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
-from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, first_report, measure_training
+from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, clocked, first_report, measure_training
 from fusion_advisor.fuse.modes.training_findings import Findings, check_of_all, logits_findings, merged, step_rows
 from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -38,10 +39,11 @@ from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.plan.training_options import check_training_options
 from fusion_advisor.fuse.receipts import reverted, with_receipt
 from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
+from fusion_advisor.fuse.train import step_parts
 from fusion_advisor.fuse.train.journal import Entry, Journal
 from fusion_advisor.fuse.train.trained_model import TrainedModel
 from fusion_advisor.fuse.whole_model_gate import why_nothing_stays
-from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, Capture, Report, Status
+from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, Capture, Finding, Report, Status
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.runtime.torch_internals import dynamo
 from fusion_advisor.workload.load import LoadedWorkload
@@ -218,9 +220,14 @@ def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measur
     return replace(
         report, chains=found.chains, answers=found.answers, fusions=found.fusions,
         rewrites=(*whole, *found.rewrites), quality=quality,
-        findings=logits_findings(whole, report.workload.model_id),
+        findings=(*(found_logits := logits_findings(whole, report.workload.model_id)), *_renumbered(report, len(found_logits))),
         captured=replace(captured, timeline=None), model_check=check_of_all(checks),
     )  # fmt: skip
+
+
+def _renumbered(report: Report, first: int) -> list[Finding]:
+    """The findings about the step's parts, behind so many others."""
+    return [replace(one, id=f"N{number}") for number, one in enumerate(report.findings, start=first + 1)]
 
 
 def _reconciled(found: Findings, measured: Measured) -> str:
@@ -247,6 +254,7 @@ def _measured(
         return replace(report, status="applied", before=before, after=unchanged, baselines=without_doubles(rows))
     with job.clock.phase("measure after"):
         runs, after_step = _traced(job, fused, kept)
+        report = _with_own_parts(job, fused, report)
     rows = _baselines(job, fused, report, after_step, on_report)
     before, after = (profile_of(rows, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
     whole = Variant(modules=[module for entry in kept for module in _modules(entry)])
@@ -263,7 +271,29 @@ def _measured(
     if refusal is None:
         return final
     job.progress.warn(refusal)
-    return replace(reverted(final, refusal), after=replace(before, label=_UNCHANGED))
+    dropped = replace(reverted(final, refusal), after=replace(before, label=_UNCHANGED))
+    training = report.training
+    return dropped if training is None else replace(dropped, training=training.eager_alone())
+
+
+def _with_own_parts(job: _Job, fused: TrainedModel, report: Report) -> Report:
+    """Add the times of the fused passes, eager's in turn with them, and what a fused step holds over its time."""
+    training = report.training
+    if training is None or training.parts is None:
+        return report
+    loaded = job.loaded
+    (eager, ours) = step_parts.pass_times(
+        [fused.original_call, fused.compiled_call], loaded.args, loaded.kwargs, job.step,
+        clocked(job.options, on_cuda=job.on_cuda),
+    )  # fmt: skip
+    parts = replace(
+        training.parts, forward_before_ns=eager[0], backward_before_ns=eager[1], forward_after_ns=ours[0],
+        backward_after_ns=ours[1],
+    )  # fmt: skip
+    held = record_step_memory(job.step(fused.compiled_call), label="fused", on_cuda=job.on_cuda)
+    loaded.model.zero_grad(set_to_none=True)
+    memory = (*training.memory, *(() if held is None else (held,)))
+    return replace(report, training=replace(training, parts=parts, memory=memory))
 
 
 def _modules(entry: Entry) -> list[GraphModule]:

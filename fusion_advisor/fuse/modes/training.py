@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from fusion_advisor.capture.step_memory import record_step_memory
+from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
 from fusion_advisor.capture.unchanged_step import UnchangedStep
@@ -15,10 +19,11 @@ from fusion_advisor.fuse.pipeline import measurement_of, on_device
 from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite import device_memory
-from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, Report, Timing, Training
+from fusion_advisor.fuse.train import step_parts
+from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, Report, StepMemory, StepParts, Timing, Training
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.runtime.torch_internals import module_call
-from fusion_advisor.timing.host_timer import WallTimer
+from fusion_advisor.timing.host_timer import WallTimer, step_timer
 from fusion_advisor.workload.device import is_out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.weights import seeded
@@ -98,12 +103,47 @@ def measure_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     progress.note(f"training step {timed.timing.median_ns / 1e6:.2f} ms over {timed.runs} runs, loss: {call.loss}")
     timed.refuse_profiler()
     trace, traced = step.trace(how)
-    training = join_modules(trace, traced, call.loss)
     progress.note(f"{len(traced.launches)} kernels, {traced.calls} launches")
+    training = replace(
+        join_modules(trace, traced, call.loss),
+        parts=_parts(loaded, options, call, own, on_cuda=on_cuda),
+        memory=_memory(loaded, call, on_cuda=on_cuda),
+    )
     loaded.model.zero_grad(set_to_none=True)  # each step makes its own: they are part of what it needs
     needed = device_memory.needed_bytes(loaded.model, loaded.args, loaded.kwargs)
     peak = needed + device_memory.transient_bytes(call, on_cuda=on_cuda) if on_cuda else 0
     return Measured(wall=timed.timing, traced=traced, training=training, peak_bytes=peak)
+
+
+def _parts(
+    loaded: LoadedWorkload, options: ProfileOptions, step: TrainingStep, own: Callable[..., object], *, on_cuda: bool
+) -> StepParts:  # fmt: skip
+    """Time the eager forward pass and an optimizer, and count what a step does."""
+    how = clocked(options, on_cuda=on_cuda)
+    optimizer, note = step_parts.time_optimizers(loaded.model.parameters(), how)
+    tokens, word = step_parts.tokens_of(loaded.args, loaded.kwargs)
+    ((forward_ns, backward_ns),) = step_parts.pass_times([own], loaded.args, loaded.kwargs, lambda _: step, how)
+    return StepParts(
+        forward_before_ns=forward_ns, backward_before_ns=backward_ns, method=how.timer.method, optimizer=optimizer,
+        optimizer_note=note, tokens=tokens, token_word=word, flops=step_parts.step_flops(step),
+    )  # fmt: skip
+
+
+def clocked(options: ProfileOptions, *, on_cuda: bool) -> step_parts.Clocked:
+    """Return how the parts of a step are timed.
+
+    Args:
+        options: of the run.
+        on_cuda: whether it is on a GPU.
+    """
+    budget_s = options.budgets.wall_s / 2
+    return step_parts.Clocked(on_cuda=on_cuda, rounds=options.runs, budget_s=budget_s, timer=step_timer(on_cuda=on_cuda))
+
+
+def _memory(loaded: LoadedWorkload, step: TrainingStep, *, on_cuda: bool) -> tuple[StepMemory, ...]:
+    ranges = functools.partial(profiler.module_ranges, loaded.model, torch.profiler.record_function)
+    found = record_step_memory(step, label="eager", on_cuda=on_cuda, ranges=ranges)
+    return () if found is None else (found,)
 
 
 def quality_of(measured: Measured) -> DataQuality:
@@ -140,6 +180,9 @@ def first_report(capture: Capture, measured: Measured, options: ProfileOptions, 
         chains=(),
         answers=(),
         training=measured.training,
+        findings=step_parts.optimizer_finding(
+            measured.training.parts.optimizer if measured.training.parts else (), device_ns=before.device_ns, number=1
+        ),
         durations_s=tuple(clock.durations_s),
         notes=NOTES,
     )

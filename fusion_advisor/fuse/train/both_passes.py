@@ -37,6 +37,9 @@ class Half(Protocol):
     def __call__(self, *args: Any) -> Any:
         """Run it."""
 
+    def take(self, args: list[Any]) -> Any:
+        """Run it on a list of arguments that may be emptied."""
+
 
 class BothPasses:
     """A graph as a function that autograd differentiates by a second graph.

@@ -44,7 +44,12 @@ from fusion_advisor.report.html.waterfall import waterfall
 from fusion_advisor.report.ranks.rows import ranks_view
 from fusion_advisor.report.shapes.view import sizes_view
 from fusion_advisor.report.training import rows as training
+from fusion_advisor.report.training import step_rows
+from fusion_advisor.report.training.memory_chart import memory_chart
 
+_MEMORY_COLOURS = {
+    "activation": charts.COLOURS["gemm"], "gradient": charts.COLOURS["fused"], "working": charts.COLOURS["reduction"],
+}  # fmt: skip
 MAX_KERNELS = 500
 MAX_MODULES = 200
 MAX_SITES = 100
@@ -149,6 +154,9 @@ def _charts(report: Report) -> dict[str, object]:
         "gap_bins": bin_names(),
         "roof": roofline(report),
         "speed_charts": speed_charts(report.shapes) if report.shapes else (),
+        "memory_chart": memory_chart(
+            report.training.memory if report.training else (), width=charts.WIDTH, colours=_MEMORY_COLOURS
+        ),
     }
 
 
@@ -158,6 +166,10 @@ def _tables(report: Report, top_kernels: int) -> dict[str, object]:
     return {
         "device": shared_rows.device_word(report),
         "modules": training.module_rows(report, MAX_MODULES),
+        "part_rows": step_rows.part_rows(report),
+        "part_lines": step_rows.part_lines(report),
+        "memory_lines": step_rows.memory_lines(report),
+        "holder_rows": step_rows.holder_rows,
         "findings": shared_rows.finding_lines(report),
         "comparisons": shared_rows.comparisons(report),
         "launch_line": shared_rows.launch_line(report),

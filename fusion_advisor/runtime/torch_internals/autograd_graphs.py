@@ -22,7 +22,21 @@ _LEAST_BUDGET = 1e-6
 """With 0 torch keeps the inputs alone, and draws random numbers again whatever is said of them."""
 
 MakeCall = Callable[[GraphModule], Callable[..., Any]]
-"""Takes one of the two graphs and returns what runs in its place."""
+"""Takes one of the two graphs and returns what runs in its place: a call.
+
+Where the call has a method ``take``, that is given the arguments as one list instead, which it may empty.
+"""
+
+
+class _Boxed:
+    """Hands on the list in which AOTAutograd gives a graph its arguments; it keeps none of them itself."""
+
+    def __init__(self, take: Callable[[list[Any]], Any]) -> None:
+        self._take = take
+        self._boxed_call = True  # asks AOTAutograd for that list; an attribute of the class is lost where torch wraps the call
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self._take(args)
 
 
 def with_backward(
@@ -44,7 +58,11 @@ def with_backward(
     def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
         def compiled(half: GraphModule, _: list[Any]) -> Callable[..., Any]:
             _keep_what_is_given()
-            boxed: Callable[..., Any] = make_boxed_func(make(half))
+            call = make(half)
+            take = getattr(call, "take", None)
+            if take is not None:
+                return _Boxed(take)
+            boxed: Callable[..., Any] = make_boxed_func(call)
             return boxed
 
         return compiled
