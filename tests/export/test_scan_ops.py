@@ -35,11 +35,11 @@ def op_of(name, maker, taken=()):
     return scan_op(source, "S1", metas, taken)
 
 
-def test_ops_are_as_near_to_float64_as_the_steps_one_by_one(tmp_path):
+@pytest.mark.parametrize("maker", [CppRecurrences(), TritonRecurrences()], ids=lambda maker: maker.name)
+def test_ops_are_as_near_to_float64_as_the_steps_one_by_one(maker, tmp_path):
     ops = []
-    for maker in (CppRecurrences(), TritonRecurrences()):
-        for name in NAMES:
-            ops.append(op_of(name, maker, [op.name for op in ops]))
+    for name in NAMES:
+        ops.append(op_of(name, maker, [op.name for op in ops]))
     write_folder(files_of_ops(ops, "some_scans", "cpu"), tmp_path / "some_scans", force=False)
     command = [sys.executable, str(Path(__file__).with_name("run_ops.py")), str(tmp_path / "some_scans"), "some_scans"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
