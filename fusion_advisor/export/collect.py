@@ -100,8 +100,7 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
     if len(restored.bench.live.regions) != 1 or not restored.live.is_whole():
         count = len(restored.bench.live.regions)
         raise CannotExport(detail=f"the model is captured as {count} graphs with Python between them, not as one")
-    scans = {row.id for row in saved.scans}
-    linears = [one for one in restored.linears if one.id not in scans and not why_not(one)]
+    linears = [one for one in restored.linears if not why_not(one)]
     # In the graph's order: the report's, by time, is another in each run.
     fusions = sorted(
         restored.plan.fusions, key=lambda one: min((index for site in one.sites for index in site.members), default=0)
@@ -130,7 +129,6 @@ def _module(
     left_out = [_CUDA_GRAPH] if CUDA_GRAPH.id in saved.rewrites else []
     refused = {one.id: reason for one in restored.linears if (reason := why_not(one))}
     left_out += [f"{row.id} {row.kernel}: {refused[row.id]}" for row in saved.linears if row.id in refused]
-    left_out += [f"{row.id} {row.kernel}: {_NO_SCANS}" for row in saved.scans]
     passes: list[str] = []
     build = _builder(restored, linears)
     for name in kept_passes(saved.report.rewrites):
@@ -144,7 +142,6 @@ def _module(
     return module, tuple(left_out)
 
 
-_NO_SCANS = "its steps run as the model's own ops"
 _CUDA_GRAPH = "the CUDA graph around the step is not recorded unless asked for: apply(model, cuda_graph=True)"
 
 
@@ -215,9 +212,9 @@ def _origins(module: GraphModule, bench: Bench) -> dict[Node, Node]:
 
 
 def is_kept(saved: SavedPlan) -> bool:
-    """Whether a plan has a kernel of a chain.
+    """Whether a plan has a kernel: of a chain, a linear layer or a recurrence.
 
     Args:
         saved: the plan.
     """
-    return any(row.status is Status.KEPT and row.chain_id for row in saved.report.fusions)
+    return bool(saved.linears or saved.scans) or any(row.status is Status.KEPT and row.chain_id for row in saved.report.fusions)

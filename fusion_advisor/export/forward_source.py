@@ -219,18 +219,20 @@ class ForwardPrinter:
         roots = [path.partition(".")[0] for path in self._source.state.values()]
         names = Names(dict.fromkeys((*self._source.arguments.values(), *roots, "model", "constants", "forward", "index")))
         scope = self._top = _Scope(None, {}, names)
+        # Functions are named before values: a local variable of a function's name would hide the function.
         made: dict[object, _Function] = {}
+        for section, shape in zip(sections, shapes, strict=True):
+            if shape is not None and shape not in made and is_worth_a_function(section, equal[shape]):
+                made[shape] = self._named_function(section, equal[shape])
+        self.functions = list(made.values())
         lines: list[str] = []
         place = 0
         while place < len(sections):
             section, shape = sections[place], shapes[place]
-            if shape is None or not is_worth_a_function(section, equal[shape]):
+            if shape is None or shape not in made:
                 lines += self._lines(section.steps, section.outputs, scope, self._device)
                 place += 1
                 continue
-            if shape not in made:
-                made[shape] = self._named_function(section, equal[shape])
-                self.functions.append(made[shape])
             run = [section]
             while place + len(run) < len(sections) and shapes[place + len(run)] == shape:
                 run.append(sections[place + len(run)])
@@ -255,12 +257,11 @@ class ForwardPrinter:
         assert section.layer is not None
         kind = type(self._source.model.get_submodule(section.layer.path)).__name__
         snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
-        taken = Names(dict.fromkeys((*(one.name for one in self.functions), "forward")))
         shown = equal[-1]  # what comes from a layer before it has a better name than what comes from the embeddings
         given = Names(dict.fromkeys(_WORDS))
         words = [given.take(self._name(node, "")) for node in shown.given]
         layers = [one.layer for one in equal if one.layer is not None]
-        return self._function(section, words, taken.take(snake), layers)
+        return self._function(section, words, self._top.names.take(snake), layers)
 
     def _first_arguments(self, function: _Function, block: str, following: str, number: str) -> list[str]:
         words = {"model": "model", "constants": "constants", "block": block, "following": following}

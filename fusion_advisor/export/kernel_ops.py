@@ -18,13 +18,30 @@ from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.codegen.triton.launcher import FAST_MATH_FLOOR, FLOORS, own_dtype
 from fusion_advisor.codegen.triton.reference import torch_reference
 from fusion_advisor.errors import CannotExport
-from fusion_advisor.export.cuda_launch import cuda_facts
+from fusion_advisor.export.launches.cuda import cuda_facts
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy, copy_program
 from fusion_advisor.ir.program import Program, nests
 from fusion_advisor.records import TensorMeta
 
 _HASH = re.compile(r"_[0-9a-f]{6}\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriedState:
+    """The state of a recurrence, which its op makes before it launches the kernel.
+
+    Attributes:
+        state: its layout.
+        operands: of the kernel, in order: the place among the op's inputs, or ``STATE`` or ``ROWS``.
+        first: expression of the state before the first step, over the op's inputs; empty where that is zero.
+        is_handed_out: whether the last state is the op's second result.
+    """
+
+    state: TensorMeta
+    operands: tuple[str, ...]
+    first: str
+    is_handed_out: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +58,7 @@ class KernelOp:
         in_place: positions of the outputs that it is given after the inputs and writes into; it returns the others.
         launch: keyword arguments of its launcher in ``ops.py``, as Python source.
         reference: source of the same computation in plain PyTorch.
+        carried: the state of a recurrence; None for any other kernel.
     """
 
     name: str
@@ -53,6 +71,7 @@ class KernelOp:
     launch: Mapping[str, str]
     reference: str = field(repr=False)
     in_place: tuple[int, ...] = ()
+    carried: CarriedState | None = None
 
     @property
     def file(self) -> str:

@@ -9,6 +9,7 @@ from fusion_advisor.codegen.gemm.cuda import ALIGNMENT_BYTES, launch_shape
 from fusion_advisor.codegen.gemm.launcher import reference_of
 from fusion_advisor.codegen.gemm.registry import gemv_backend
 from fusion_advisor.export.kernel_ops import KernelOp, KernelOps, free_name, layout_key
+from fusion_advisor.export.scan_ops import scan_op
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, LinearSource
 from fusion_advisor.records import TensorMeta
 
@@ -32,22 +33,30 @@ def with_linears(ops: KernelOps, bench: Bench, linears: Sequence[BuiltLinear]) -
     Args:
         ops: of the chains.
         bench: over the graphs that the kernels were built on.
-        linears: those without a kernel of their own (they call an op of torch's) are passed over.
+        linears: kernels of recurrences are among them; those without a kernel of their own (they call an op of torch's) are
+            passed over.
     """
     made: dict[object, KernelOp] = {}
     by_call = dict(ops.by_call)
     taken = {op.name for op in ops.ops}
     for linear in linears:
-        if linear.source is None:
+        if linear.source is None and linear.scan is None:
             continue
         for site in linear.sites:
             metas = [bench.ops[index].outputs[0] for index in (*site.inputs, *site.outputs)]
             key = (linear.id, *map(layout_key, metas))
             if key not in made:
-                made[key] = linear_op(linear.source, linear.id, metas, taken)
+                made[key] = _op(linear, metas, taken)
                 taken.add(made[key].name)
             by_call[id(site.call)] = made[key]
     return KernelOps(ops=(*ops.ops, *made.values()), by_call=by_call)
+
+
+def _op(linear: BuiltLinear, metas: Sequence[TensorMeta], taken: Collection[str]) -> KernelOp:
+    if linear.scan is not None:
+        return scan_op(linear.scan, linear.id, metas, taken)
+    assert linear.source is not None
+    return linear_op(linear.source, linear.id, metas, taken)
 
 
 def linear_op(source: LinearSource, fusion_id: str, metas: Sequence[TensorMeta], taken: Collection[str]) -> KernelOp:

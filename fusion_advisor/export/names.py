@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph.fx_nodes import module_path
 from fusion_advisor.export.parameters import layer_of
+from fusion_advisor.records.op_facts import LOOP_PREFIX
 
 _RESERVED = frozenset(
     {*keyword.kwlist, *dir(builtins), "model", "ops", "torch", "aten", "F", "block", "following", "cached", "index"}
@@ -79,4 +80,4 @@ def _op_name(node: Node) -> str:
         name = target._schema.name.rpartition("::")[2]
     else:
         name = re.sub(r"^fa_|_[0-9a-f]{6}$", "", getattr(target, "__name__", str(target)))
-    return _SHORT.get(name, name).strip("_")
+    return "scan" if name.startswith(LOOP_PREFIX) else _SHORT.get(name, name).strip("_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,12 @@ def attribute(path: str, root: str = "model") -> str:
     """
     text = root
     for part in filter(None, path.split(".")):
-        text += f"[{part}]" if part.isdigit() else f".{part}" if part.isidentifier() else ""
+        if part.isdigit():
+            text += f"[{part}]"
+        elif part.isidentifier() and not keyword.iskeyword(part):
+            text += f".{part}"
+        else:
+            text = f"getattr({text}, {part!r})"
     return text
 
 
@@ -72,14 +78,27 @@ def tensor_names(model: nn.Module, placeholders: Sequence[Node], names: Sequence
         names: of the region's inputs.
 
     Raises:
-        CannotExport: one is a tensor that the model holds outside of its parameters and buffers.
+        CannotExport: one is a tensor that the model holds outside of its parameters and buffers, or a module that is no list
+            numbers its parts.
     """
+    _refuse_numbered(model)
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
     unnamed = [name for node, name in zip(placeholders, names, strict=True) if node.users and name.startswith("input.")]
     if unnamed:
         detail = f"it reads {len(unnamed)} values that are neither arguments of its call nor parameters or buffers by name"
         raise CannotExport(detail=detail)
     return {node: name for node, name in zip(placeholders, names, strict=True) if name in known}
+
+
+def _refuse_numbered(model: nn.Module) -> None:
+    """Raise CannotExport where a number is the name of a part that no index finds: the forward writes ``layers[3]``."""
+    for path, module in model.named_modules():
+        names = [*module._modules, *module._parameters, *module._buffers]
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ParameterList)
+        if not is_list and any(name.isdigit() for name in names):
+            raise CannotExport(
+                detail=f"`{path or 'the model'}` is a {type(module).__name__} whose parts are named by numbers; use a ModuleList"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,11 +259,27 @@ def ops_listed(ops: Sequence[KernelOp]) -> dict[str, Any]:
                 "name": op.name, "comment": wrap(f"{op.fusion_id}: {op.summary}"), "file": op.file,
                 "launch": list(op.launch.items()), "launcher": f"{op.rendered.backend}_launcher",
                 "inputs": [laid(one, meta) for one, meta in op.inputs],
-                "outputs": [laid(one, meta) for one, meta in op.outputs], "in_place": op.in_place,
+                "outputs": [laid(one, meta) for one, meta in op.outputs], "in_place": op.in_place, "carried": carried_of(op),
             }
             for op in ops
         ],
+        "has_recurrences": any(op.carried is not None for op in ops),
         "flags": {op.file: op.rendered.flags for op in ops if op.rendered.flags},
+    }  # fmt: skip
+
+
+def carried_of(op: KernelOp) -> dict[str, Any] | None:
+    """Return what ``ops.py`` prints of a recurrence's state; None for any other kernel.
+
+    Args:
+        op: of a package.
+    """
+    if op.carried is None:
+        return None
+    names, first = ", ".join(name for name, _ in op.inputs), op.carried.first
+    return {
+        "operands": f"({', '.join(op.carried.operands)})", "state": laid("state", op.carried.state),
+        "first": f"lambda {names}: {first}" if first else "", "is_handed_out": op.carried.is_handed_out,
     }  # fmt: skip
 
 

@@ -176,7 +176,8 @@ def is_worth_a_function(section: Section, equal: Sequence[Section]) -> bool:
         section: of a layer.
         equal: all sections that it is equal to, itself among them.
     """
-    return section.layer is not None and (len(section.steps) >= _FEWEST_STEPS or len(equal) > 1)
+    count = len(section.steps)
+    return section.layer is not None and (count >= _FEWEST_STEPS or (count > 1 and len(equal) > 1))
 
 
 def carried(run: Sequence[Section]) -> Mapping[int, int] | None:

@@ -1,6 +1,6 @@
 """Runs the ops of an exported package in Triton's interpreter or on the CPU: python run_ops.py FOLDER NAME.
 
-Prints each op's error and limit, against float64 and the same computation in the kernel's own dtype.
+Prints error and limit of each op's results, against float64 and the same computation in the kernel's own dtype.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ def main(folder, name):
     for op in ops.ALL:
         reference = importlib.import_module(f"references.{op}")
         tensors = reference.make_inputs("cpu")
-        inputs, out = tensors[: reference.INPUT_COUNT], tensors[-1]
-        truth, plain = torch.zeros_like(out, dtype=torch.float64), torch.zeros_like(out, dtype=reference.OWN_DTYPE)
-        reference.reference(*inputs, truth, dtype=torch.float64)
-        reference.reference(*inputs, plain, dtype=reference.OWN_DTYPE)
+        inputs, outputs = tensors[: reference.INPUT_COUNT], tensors[reference.INPUT_COUNT :]
+        truth, plain = ([torch.zeros_like(one, dtype=kind) for one in outputs] for kind in (torch.float64, reference.OWN_DTYPE))
+        reference.reference(*inputs, *truth, dtype=torch.float64)
+        reference.reference(*inputs, *plain, dtype=reference.OWN_DTYPE)
         found = getattr(ops, op)(*inputs)
-        assert found.shape == out.shape and found.dtype == out.dtype
-        shown[op] = (error(found, truth), 1.5 * error(plain.to(out.dtype), truth) + reference.FLOOR)
+        found = found if isinstance(found, tuple) else (found,)
+        assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in outputs]
+        shown[op] = [
+            (error(one, right), 1.5 * error(own.to(one.dtype), right) + reference.FLOOR)
+            for one, right, own in zip(found, truth, plain, strict=True)
+        ]
     sys.stdout.write("\n" + json.dumps(shown) + "\n")
 
 

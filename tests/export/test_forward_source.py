@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
 import torch
 from torch.fx import Graph
 
+from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.expressions import Printer
 from fusion_advisor.export.kernel_ops import KernelOps
 from fusion_advisor.export.names import Names, identifier
-from fusion_advisor.export.parameters import Layer, attribute, layer_of
+from fusion_advisor.export.parameters import Layer, attribute, layer_of, tensor_names
+from tests.export import models
 
 aten = torch.ops.aten
 
@@ -82,6 +85,55 @@ def test_the_outermost_number_is_the_layer(path, layer):
 def test_paths_become_attributes():
     assert attribute("h.3.mlp.0.weight") == "model.h[3].mlp[0].weight"
     assert attribute(".mlp.weight", "block") == "block.mlp.weight"
+    assert attribute("my-head.class.weight") == "getattr(getattr(model, 'my-head'), 'class').weight"
+
+
+class Linear(torch.nn.Module):
+    """A layer whose last op has the name of its class, which its function in the printed forward has too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.weight = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(torch.nn.functional.gelu(self.inner(x)), self.weight)
+
+
+class Layers(torch.nn.Module):
+    """Layers whose functions and values want one name; further layers under the names that it is given."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.into = torch.nn.ModuleList(Linear() for _ in range(3))
+        self.named = torch.nn.ModuleDict({name: torch.nn.LayerNorm(8) for name in names})
+
+    def forward(self, x):
+        hidden = x
+        for layer in self.into:
+            hidden = layer(hidden)
+        for layer in self.named.values():
+            hidden = layer(hidden + x)
+        return hidden
+
+
+@torch.no_grad()
+def test_a_function_keeps_its_name_from_values(tmp_path, monkeypatch):
+    inputs = {"x": torch.randn(4, 8)}
+    model, _, fused = models.fused(lambda: (Layers("my-norm", "lambda").eval(), inputs))
+    right = fused(**inputs)
+    fused.export(tmp_path / "named_layers")
+    fused.revert()
+    monkeypatch.syspath_prepend(tmp_path / "named_layers")
+    package = importlib.import_module("named_layers")
+    package.apply(model)
+    assert torch.equal(model(**inputs), right)
+    assert package.fallbacks(model) == {}
+    assert "def linear(" in (tmp_path / "named_layers" / "named_layers" / "forward.py").read_text()
+
+
+def test_numbers_that_no_index_finds_are_refused():
+    with pytest.raises(CannotExport, match="`named` is a ModuleDict whose parts are named by numbers"):
+        tensor_names(Layers("0"), [], [])
 
 
 def test_names_are_identifiers_that_nobody_has():

@@ -98,8 +98,21 @@ def _limits(program: Program) -> dict[int, int]:
             for number in _closure(program.values, value.args[0]):
                 load = program.values[number]
                 if load.op == "load" and program.operands[load.operand].dtype.startswith(("int", "uint")):
-                    found[load.operand] = min(found.get(load.operand, extent), extent)
+                    fits = _fitting(program, value.args[0], extent, load.operand)
+                    found[load.operand] = min(found.get(load.operand, fits), fits)
     return found
+
+
+def _fitting(program: Program, position: int, extent: int, operand: int) -> int:
+    """Where a position is computed of an operand: the limit, halved down from the extent, below which it stays inside.
+
+    RoBERTa's positions are ``cumsum * mask + 1``. A negative position that is wrapped around has no such limit: its largest value
+    is counted too high here, and its operand keeps the extent.
+    """
+    below = extent
+    while below > 1 and _most(program, position, {operand: below}, is_checked=False) >= extent:
+        below //= 2
+    return below if below > 1 else extent
 
 
 def _closure(values: Sequence[Value], number: int) -> set[int]:
@@ -130,17 +143,17 @@ def _reach(program: Program, below: dict[int, int]) -> list[int]:
     return found
 
 
-def _most(program: Program, number: int, below: dict[int, int]) -> int:
+def _most(program: Program, number: int, below: dict[int, int], *, is_checked: bool = True) -> int:
     """The largest number that a position takes; where a kernel checks it, one below the extent."""
     extents = [
         int(program.values[value.args[1]].constant or 0)
         for value in program.values
-        if value.op == "inside" and number in _closure(program.values, value.args[0])
+        if is_checked and value.op == "inside" and number in _closure(program.values, value.args[0])
     ]
     if extents:
         return min(extents) - 1
     value = program.values[number]
-    args = [_most(program, arg, below) for arg in value.args]
+    args = [_most(program, arg, below, is_checked=is_checked) for arg in value.args]
     if value.op == "index":
         return max(program.dims[value.dim] - 1, 0)
     if value.op in ("const", "extent"):

@@ -64,8 +64,15 @@ class _StepWriter(TritonWriter):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Launch:
-    """What a kernel is launched with."""
+class Launch:
+    """What a kernel is launched with.
+
+    Attributes:
+        scalars: integer arguments after the tensors.
+        constants: constexpr arguments.
+        programs: size of the grid.
+        num_warps: of each program.
+    """
 
     scalars: tuple[int, ...]
     constants: Mapping[str, Any]
@@ -112,7 +119,7 @@ class TritonRecurrence:
         return launcher
 
 
-def _interpreted(kernel: Any, launch: _Launch) -> Launcher:
+def _interpreted(kernel: Any, launch: Launch) -> Launcher:
     def call(*tensors: Any) -> None:
         kernel[(launch.programs,)](*tensors, *launch.scalars, **launch.constants, num_warps=launch.num_warps)
 
@@ -173,11 +180,19 @@ def compile_for(recurrence: Recurrence, rendered: Rendered, target: int) -> byte
     Raises:
         KernelBuildFailed: the cause is Triton's last line.
     """
-    program = _by_rows(recurrence.program)
-    launch = _launch(program)
-    dtypes = [operand.dtype for operand in program.operands]
+    launch = launch_of(recurrence)
+    dtypes = [operand.dtype for operand in recurrence.program.operands]
     options = compile_options(launch.num_warps, asserts=False, is_exact=False)
     return bytes(compile_source(rendered, target, dtypes, launch.scalars, launch.constants, options)["cubin"])
+
+
+def launch_of(recurrence: Recurrence) -> Launch:
+    """Return what the kernel of a recurrence is launched with at its sizes.
+
+    Args:
+        recurrence: decides sizes and block sizes.
+    """
+    return _launch(_by_rows(recurrence.program))
 
 
 def _by_rows(program: Program) -> Program:
@@ -202,7 +217,7 @@ def _integers(plan: Schedule) -> list[tuple[str, int]]:
     return [("steps", program.dims[0]), *((name, rows if name == "rows" else value) for name, value in plan.arguments)]
 
 
-def _launch(program: Program) -> _Launch:
+def _launch(program: Program) -> Launch:
     import triton.language as tl
 
     plan = schedule(program, flatten_rows=False)
@@ -214,7 +229,7 @@ def _launch(program: Program) -> _Launch:
         "INDEX": tl.int64 if plan.needs_int64 else tl.int32, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols,
         "FULL": 0 < program.dims[-1] == block_cols,
     }  # fmt: skip
-    return _Launch(
+    return Launch(
         scalars=tuple(value for _, value in integers), constants=constants, programs=-(-rows // block_rows),
         num_warps=max(1, min(8, block_rows * block_cols // _TILE)),
     )  # fmt: skip

@@ -29,9 +29,10 @@ _CALLS = {
     "isnan": "torch.isnan", "where": "torch.where",
 }  # fmt: skip
 _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "amax", "reduce_min": "amin"}
-_RESERVED = frozenset(
+RESERVED = frozenset(
     {*keyword.kwlist, "torch", "tl", "triton", "at", "take", "put", "number", "rounded", "is_kept", "dtype", "device", "launch"}
 )
+"""Names that no value of a reference may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +51,27 @@ def torch_reference(program: Program, tensors: Sequence[SiteTensor]) -> TorchRef
         program: what the kernel computes.
         tensors: of its site, in the order of the operands.
     """
-    names = ValueNames({*_RESERVED, *(tensor.name for tensor in tensors)})
+    names = ValueNames({*RESERVED, *(tensor.name for tensor in tensors)})
     lines: list[str] = []
     helpers: set[str] = set()
     for part in nests(program):
         if is_empty(part.program):
             continue
-        writer = _Writer(with_dims(part.program, 1), [tensors[operand].name for operand in part.operands], names)
+        writer = ReferenceWriter(with_dims(part.program, 1), [tensors[operand].name for operand in part.operands], names)
         lines += writer.written()
         helpers |= writer.helpers
     return TorchReference(lines=tuple(lines), helpers=frozenset(helpers))
 
 
-class _Writer:
+class ReferenceWriter:
+    """Prints one loop nest.
+
+    Args:
+        program: the nest.
+        operands: names of its tensors.
+        names: hands out names of values.
+    """
+
     def __init__(self, program: Program, operands: Sequence[str], names: ValueNames) -> None:
         self.helpers: set[str] = set()
         self._program, self._operands, self._names = program, operands, names
@@ -70,9 +79,10 @@ class _Writer:
         self._texts: list[str] = []
 
     def written(self) -> list[str]:
+        """Return the statements that compute every value and write the outputs."""
         lines = []
         for number, value in enumerate(self._program.values):
-            text = self._printed(value)
+            text = self.printed(value)
             is_atom = text.replace("_", "").isalnum()
             if is_named_always(self._program, number) or (len(text) > LONGEST and not is_atom):
                 name = self._names.take(self._program, number)
@@ -81,7 +91,12 @@ class _Writer:
             self._texts.append(text)
         return [*lines, *map(self._stored, self._program.stores)]
 
-    def _printed(self, value: Value) -> str:
+    def printed(self, value: Value) -> str:
+        """Return the expression of the next value.
+
+        Args:
+            value: all before it are printed.
+        """
         args, op = [self._texts[arg] for arg in value.args], value.op
         if op == "load":
             return self._loaded(value, args)
@@ -150,13 +165,14 @@ class _Writer:
         if value.guard is None and not args:
             self.helpers.add("at")
             sizes = tuple(size if stride else 1 for size, stride in zip(self._program.dims, value.strides, strict=True))
-            return f"at({name}, {sizes}, {value.strides}{f', {value.offset}' if value.offset else ''}).to({kind})"
+            return f"at({name}, {sizes}, {value.strides}{self._from(value)}).to({kind})"
         self.helpers.add("take")
         wanted = "" if value.guard is None else f", {self._tensor(value.guard)}"
         return f"take({name}, {self._address(value)}{wanted}).to({kind})"
 
     def _address(self, access: Value | Store) -> str:
-        terms = [str(access.offset)] if access.offset else []
+        start = self.start(access)
+        terms = [start] if start else []
         for dim, (size, stride) in enumerate(zip(self._program.dims, access.strides, strict=True)):
             if stride and size != 1:
                 self.helpers.add("number")
@@ -180,7 +196,15 @@ class _Writer:
         if ":1" in cut:
             text = f"{text}[{', '.join(cut)}]"
         text = text[1:-1] if _is_wrapped(text) else text
-        return f"at({name}, {sizes}, {store.strides}{f', {store.offset}' if store.offset else ''}).copy_({text})"
+        return f"at({name}, {sizes}, {store.strides}{self._from(store)}).copy_({text})"
+
+    def _from(self, access: Value | Store) -> str:
+        start = self.start(access)
+        return f", {start}" if start else ""
+
+    def start(self, access: Value | Store) -> str:
+        """Return where an access starts, in elements; empty for a tensor's first one."""
+        return str(access.offset) if access.offset else ""
 
 
 def _is_wrapped(text: str) -> bool:

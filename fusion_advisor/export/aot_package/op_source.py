@@ -19,9 +19,12 @@ def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
         ops: of the package.
 
     Raises:
-        CannotExport: one is launched by Python; its name is in the message.
+        CannotExport: one is launched by Python, or needs what the library does not do; its name is in the message.
     """
     for op in ops:
+        if op.in_place or (op.carried is not None and op.carried.first):
+            why = "writes into its arguments" if op.in_place else "starts from a state that is computed from its arguments"
+            raise CannotExport(detail=f"op `{op.name}` ({op.fusion_id}) {why}; use --format package for it")
         if op.rendered.suffix != ".cpp":
             title = descriptor(op.rendered.backend).title
             raise CannotExport(
@@ -46,6 +49,7 @@ def library_ops(ops: Sequence[KernelOp]) -> list[dict[str, Any]]:
                 "summary": f"{op.fusion_id}: {op.summary}", "integers": integers, "checks": checks,
                 "inputs": [_laid(name, meta) for name, meta in op.inputs],
                 "outputs": [_laid(name, meta) for name, meta in op.outputs],
+                "state": _laid("state", op.carried.state) if op.carried else None, "operands": _operands(op),
             }
         )  # fmt: skip
     return found
@@ -60,8 +64,16 @@ def entries(ops: Sequence[KernelOp]) -> list[tuple[str, int, int, int]]:
     found = {}
     for op in ops:
         integers, checks = ast.literal_eval(op.launch["integers"]), ast.literal_eval(op.launch["checks"])
-        found[op.rendered.entry] = (op.rendered.entry, len(op.inputs) + len(op.outputs), len(integers), checks)
+        found[op.rendered.entry] = (op.rendered.entry, len(_operands(op)), len(integers), checks)
     return list(found.values())
+
+
+def _operands(op: KernelOp) -> list[str]:
+    """Return the C++ variables that a kernel's operands are, in order."""
+    if op.carried is None:
+        return [f"in_{n}" for n, _ in enumerate(op.inputs, start=1)] + [f"out_{n}" for n, _ in enumerate(op.outputs, start=1)]
+    words = {"STATE": "state", "ROWS": "out_1"}
+    return [words.get(word) or f"in_{int(word) + 1}" for word in op.carried.operands]
 
 
 def _laid(name: str, meta: TensorMeta) -> dict[str, Any]:

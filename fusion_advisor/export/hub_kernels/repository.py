@@ -15,7 +15,7 @@ from fusion_advisor.export.kernel_files.files import kernel_files, ops_context, 
 from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.export.patch.collect import PatchSite, in_own_layout, patch_sites
 from fusion_advisor.export.patch.frames import NotExpressed
-from fusion_advisor.export.patch.patch import PatchedPlace, other_rewrites, places_context, places_of
+from fusion_advisor.export.patch.patch import NO_CHAIN, PatchedPlace, other_rewrites, places_context, places_of
 from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.workload.load import LoadedWorkload
@@ -44,7 +44,8 @@ def export_kernels(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, fo
     sites = in_its_place(loaded, saved, lambda: patch_sites(loaded, in_own_layout(saved)))
     ops = {one.op.name: one.op for one in sites if one.op is not None}
     if not ops:
-        raise CannotExport(detail=f"no kept kernel can be an op: {sites[0].reason}" if sites else "it has no sites")
+        reason = f"no kept kernel can be an op: {sites[0].reason}" if sites else NO_CHAIN
+        raise CannotExport(detail=reason)
     places, layers, reasons = layers_of(sites)
     left_out = (*reasons, *other_rewrites(saved))
     write_folder(_files(list(ops.values()), places, layers, left_out, saved, package_name(folder)), folder, force=force)

@@ -23,6 +23,8 @@ from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.workload.load import LoadedWorkload
 
+NO_CHAIN = "the run kept no kernel of a chain, and this format holds no others; use --format package"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedPlace:
@@ -71,7 +73,8 @@ def export_patch(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, forc
     sites = in_its_place(loaded, saved, lambda: patch_sites(loaded, in_own_layout(saved)))
     places, left_out = places_of(sites)
     if not places:
-        raise CannotExport(detail=f"no kept chain can be expressed in the model's source. {left_out[0]}")
+        reason = f"no kept chain can be expressed in the model's source. {left_out[0]}" if left_out else NO_CHAIN
+        raise CannotExport(detail=reason)
     left_out = (*left_out, *other_rewrites(saved))
     write_folder(_files(places, left_out, saved, name), folder, force=force)
     return left_out

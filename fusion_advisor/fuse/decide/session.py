@@ -12,11 +12,12 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.tracer import LiveCapture
-from fusion_advisor.codegen.common.interface import BuiltKernel, Header
+from fusion_advisor.codegen.common.interface import BuiltKernel, Header, Rendered
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call, rewrite_region
+from fusion_advisor.fuse.scans.sites import ScanSite
 from fusion_advisor.records import OpClass, OpNode, RenderedKernel
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
 from fusion_advisor.verify.subgraph_oracle import Observer, OriginalChain, original_chain
@@ -45,13 +46,23 @@ class LinearSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScanSource:
+    """What the kernel of a recurrence was rendered from, and its source; all its sites are alike."""
+
+    site: ScanSite
+    rendered: Rendered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltLinear:
-    """Calls that compute linear layers with the ops around them; see the modules of ``fuse.stages``."""
+    """Calls that compute linear layers with the ops around them, or recurrences; see the modules of ``fuse.stages``."""
 
     id: str
     sites: tuple[SiteRewrite, ...]
     source: LinearSource | None = None
     """Of its kernel; None where it calls an op of torch's."""
+    scan: ScanSource | None = None
+    """Of its kernel, where that walks a recurrence."""
 
 
 @dataclass(slots=True)

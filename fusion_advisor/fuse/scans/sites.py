@@ -59,6 +59,11 @@ class ScanSite:
     recurrence: Recurrence
     state: torch.Tensor
 
+    @property
+    def given(self) -> tuple[Node, ...]:
+        """What its call is given: what the kernel reads, then what its first state is made of."""
+        return tuple(dict.fromkeys((*self.inputs, *self.inputs_before)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOp:

@@ -10,10 +10,10 @@ import torch
 from torch.fx import Node
 
 from fusion_advisor.capture.loops.one_op import UnrolledLoop
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered
 from fusion_advisor.codegen.recurrence.cpp import CppRecurrences
 from fusion_advisor.codegen.recurrence.triton import TritonRecurrences
-from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, ScanSource
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
 from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.scans.sites import LeftOp, ScanSite, find_scans
@@ -60,6 +60,7 @@ class MadeScan:
     """A compiled kernel, bound to its kind."""
 
     kernel: RenderedKernel
+    rendered: Rendered
     launch: Launcher
 
 
@@ -81,7 +82,7 @@ def find_kinds(bench: Bench, taken: Iterable[int] = ()) -> tuple[list[ScanKind],
             place = Place(
                 region=region.index,
                 members=tuple(index_of[node] for node in site.members),
-                inputs=tuple(index_of[node] for node in _inputs(site)),
+                inputs=tuple(index_of[node] for node in site.given),
             )
             # Equal loops, by their digest, start from equal states too.
             key = (name_of(site.loop), site.recurrence, len(site.outputs), _start(site), len(site.members))
@@ -98,12 +99,8 @@ def name_of(loop: Node) -> str:
     return loop.target.__name__
 
 
-def _inputs(site: ScanSite) -> tuple[Node, ...]:
-    return tuple(dict.fromkeys((*site.inputs, *site.inputs_before)))
-
-
 def _start(site: ScanSite) -> object:
-    inputs = _inputs(site)
+    inputs = site.given
     return None if site.before is None else tuple(inputs.index(node) for node in site.inputs_before)
 
 
@@ -130,7 +127,7 @@ def build(kind: ScanKind, device: torch.device, path: Path, *, backend: str | No
         name=rendered.entry, backend=rendered.backend, path=f"kernels/{path.name}", source=rendered.file_text,
         origin=HEADER.origin, build_ns=built.build_ns, tuning=built.tuning,
     )  # fmt: skip
-    return MadeScan(kernel=kernel, launch=launch)
+    return MadeScan(kernel=kernel, rendered=rendered, launch=launch)
 
 
 def launcher_of(site: ScanSite, launch: Launcher) -> Launcher:
@@ -140,7 +137,7 @@ def launcher_of(site: ScanSite, launch: Launcher) -> Launcher:
         site: of the loop.
         launch: of its kernel, which takes the operands of the recurrence.
     """
-    inputs = _inputs(site)
+    inputs = site.given
     own = [inputs.index(node) for node in site.inputs]
     first = [inputs.index(node) for node in site.inputs_before]
     program, state_at = site.recurrence.program, site.recurrence.state
@@ -214,7 +211,7 @@ def install(bench: Bench, kind: ScanKind, made: MadeScan, *, name: str) -> Built
         )
         for place in kind.places
     ]  # fmt: skip
-    return BuiltLinear(id=name, sites=tuple(sites))
+    return BuiltLinear(id=name, sites=tuple(sites), scan=ScanSource(site=kind.sites[0], rendered=made.rendered))
 
 
 def bound(bench: Bench, place: Place, made: MadeScan, *, is_poisoned: bool = False) -> Callable[..., torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def make_model() -> torch.nn.Module:
         file, _, name = place.rpartition(":")
         spec = importlib.util.spec_from_file_location("model_of_the_user", Path(file).resolve())
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where inspect looks for the source of its classes
         spec.loader.exec_module(module)
         made = getattr(module, name)()
         model = made[0] if isinstance(made, tuple) else made

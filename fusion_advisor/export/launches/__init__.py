@@ -1,0 +1,1 @@
+"""How kernels are launched: what a package must know, computed where it is exported."""
