@@ -163,12 +163,10 @@ def capture_regions(
     original = module_call.original_call(model)
     with torch.no_grad():
         written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
-    live = LiveCapture(written=written)
-    collector = _Collector(with_lines=with_lines)
-    live.compiled = collector.compiled = DynamoCall(dynamo.compiled_call(model, collector.backend))
-    live.output = _run_under_dynamo(collector, live.compiled, args, kwargs, model_id=model_id)
-    written.rewind()
-    collector.hand_over(live)
+    live = _captured(model, args, kwargs, written, model_id=model_id, with_lines=with_lines)
+    if not live.regions and not live.breaks and not dynamo.isolates():
+        dynamo.forget_graphs(model)
+        live = _captured(model, args, kwargs, written, model_id=model_id, with_lines=with_lines)
     if not live.regions:
         own = next((one.reason for one in live.breaks if one.reason == OWN_GRADIENTS), None)
         raise CannotCapture(model_id=model_id, detail=own or _NO_GRAPH)
@@ -237,6 +235,18 @@ class _Collector:
             region.route.seen = None
         self._regions.clear()
         self._seen.clear()
+
+
+def _captured(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], written: Written, *, model_id: str, with_lines: bool
+) -> LiveCapture:
+    live = LiveCapture(written=written)
+    collector = _Collector(with_lines=with_lines)
+    live.compiled = collector.compiled = DynamoCall(dynamo.compiled_call(model, collector.backend))
+    live.output = _run_under_dynamo(collector, live.compiled, args, kwargs, model_id=model_id)
+    written.rewind()
+    collector.hand_over(live)
+    return live
 
 
 def _run_under_dynamo(

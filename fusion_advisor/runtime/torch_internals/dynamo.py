@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.repro.after_dynamo  # the first torch.compile of a process loads it: 0.14 to 0.3 s, most of it networkx
+from torch._C._dynamo.eval_frame import reset_code
 from torch._guards import TracingContext
 from torch.fx.traceback import preserve_node_meta, set_stack_trace
 
@@ -112,6 +113,19 @@ def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *,
 def isolates() -> bool:
     """Whether dynamo can count the graphs of one compiled call apart from all others of the same code: from torch 2.12 on."""
     return "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+def forget_graphs(module: torch.nn.Module) -> None:
+    """Let dynamo forget what it compiled for a module's class: past its limit of graphs it looks at no call of it any more.
+
+    Args:
+        module: the graphs of all modules of its class go; they are compiled anew when they are called.
+    """
+    around = torch._dynamo.external_utils.wrap_inline.__code__.co_consts
+    codes = [getattr(inspect.unwrap(module.forward), "__code__", None), *around]
+    for code in codes:
+        if isinstance(code, CodeType):
+            reset_code(code)
 
 
 def room_for_graphs() -> contextlib.AbstractContextManager[Any]:

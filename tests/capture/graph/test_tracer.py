@@ -13,7 +13,7 @@ from fusion_advisor.capture.graph.retrace import retrace, trace
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import OpClass, Ref
-from tests.tiny import profiled, region_of
+from tests.tiny import profiled, region_of, toy
 
 
 def ops_of(function, *inputs):
@@ -297,3 +297,14 @@ class Misshapen(torch.nn.Module):
 def test_what_stopped_dynamo_is_said_with_its_cause_and_line():
     with pytest.raises(CannotCapture, match=r"shape '\[7, -1\]' is invalid for input of size 6.* \(\S*test_tracer\.py:\d+\)$"):
         capture_regions(Misshapen().eval(), (torch.randn(2, 3),), {})
+
+
+def test_a_class_is_captured_however_many_of_its_models_were_and_were_compiled_since():
+    """Dynamo 2.11 counts the graphs of a class together, and looks at no call of it any more once a compile passes its limit."""
+    made = [toy() for _ in range(10)]
+    for model, args in made:
+        capture_regions(model, args, {})
+    model, args = made[0]
+    with torch.no_grad():
+        torch.compile(model, backend="eager")(*args)
+    assert len(capture_regions(model, args, {}).regions) == 1
