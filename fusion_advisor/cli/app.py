@@ -6,6 +6,7 @@ Nothing heavy is imported on the way: ``--help`` answers while torch would still
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 import sys
 import traceback
@@ -90,8 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end_of(error: Exception, settings: Settings) -> int:
-    """Distinguish a full disk from a bug; return the exit code."""
-    if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+    """Distinguish a disk that takes no more from a bug; return the exit code."""
+    if not isinstance(error, OSError) or not _is_refused(error, settings):
         print_bug(error, settings)
         return BUG
     path = error.filename
@@ -100,9 +101,18 @@ def _end_of(error: Exception, settings: Settings) -> int:
         is_printed = bool(frames) and Path(frames[-1].filename).name == "console.py"
         path = "standard output" if is_printed or settings.log_path is None else settings.log_path.parent
     silence_stdout()
-    full = CannotWrite(path=path, detail=error.strerror)
+    full = CannotWrite(path=path, detail=error.strerror or str(error))
     print_error(full, settings)
     return full.exit_code
+
+
+def _is_refused(error: OSError, settings: Settings) -> bool:
+    """Whether a disk took no more, or a file of the run could not be written for whatever reason."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return True
+    if settings.log_path is None or not isinstance(error.filename, str | os.PathLike):
+        return False
+    return Path(error.filename).absolute().is_relative_to(settings.log_path.parent.absolute())
 
 
 def _interrupted(settings: Settings) -> list[str]:

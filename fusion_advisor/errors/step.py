@@ -143,3 +143,13 @@ class SizeRejected(AdvisorError):
     note = "{largest}"
     hint = "give {name} a range of sizes that it takes"
     exit_code = 2
+
+
+class LaterCallFailed(AdvisorError):
+    """The model raised in one of the calls after its first."""
+
+    code = "FA317"
+    message = "`{model_id}` raised {exception} in a later call: {first_line}"
+    note = "at {location}; its first call, with the same inputs, passed"
+    hint = "call it several times by itself: look for what its first calls change; -vv prints the whole traceback"
+    exit_code = 4

@@ -7,9 +7,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -145,34 +147,58 @@ def _user_code(label: str) -> Iterator[None]:
         yield
     except AdvisorError:
         raise
-    except Exception as error:  # any code may raise anything; it is reported, never swallowed
+    # Any code may raise anything; it is reported, never swallowed. A script that exits would end the command as if it were done.
+    except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
-        lines = str(error).strip().splitlines()
         raise FactoryFailed(
             factory=label,
             exception=type(error).__name__,
-            last_line=lines[-1] if lines else "(no message)",
-            location=location_of(error),
+            last_line=said_by(error)[-1],
+            location=location_of(error, otherwise="its import"),
         ) from error
 
 
-def location_of(error: BaseException) -> str:
-    """Return ``file:line`` of the deepest frame outside installed packages and outside this file."""
+def said_by(error: BaseException) -> list[str]:
+    """Return the lines of an exception's message, at least one."""
+    # traceback's own text survives a __str__ that raises
+    return str(traceback.TracebackException(type(error), error, None)).strip().splitlines() or ["(no message)"]
+
+
+def location_of(error: BaseException, *, otherwise: str) -> str:
+    """Return ``file:line`` of the deepest frame outside installed packages and outside this one, or ``otherwise``."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown(error.filename)}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_users(frame.filename)]
-    if not own:
-        return "its import"
-    return f"{_shown(own[-1].filename)}:{own[-1].lineno}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _owner(frame.filename) is _Owner.USER]
+    return f"{_shown(own[-1].filename)}:{own[-1].lineno}" if own else otherwise
 
 
-def _is_users(filename: str) -> bool:
-    path = Path(filename)
-    if filename.startswith("<") or "site-packages" in path.parts:
+def is_raised_in(model: nn.Module, error: BaseException) -> bool:
+    """Whether the user's forward of a module of the model raised, or called what raised in an installed package."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    owners = [owner for owner in (_owner(frame.f_code.co_filename) for frame, _ in frames) if owner is not _Owner.PACKAGE]
+    if not owners or owners[-1] is not _Owner.USER:
         return False
-    return path != Path(__file__) and not path.is_relative_to(Path(importlib.__file__ or "").parent)
+    forwards = {getattr(module.forward, "__code__", None) for module in model.modules()}
+    return any(frame.f_code in forwards for frame, _ in frames)
+
+
+class _Owner(Enum):
+    """Whose code a frame runs."""
+
+    USER = "user"
+    PACKAGE = "package"
+    THIS_TOOL = "this tool"
+
+
+def _owner(filename: str) -> _Owner:
+    path = Path(filename)
+    if path.is_relative_to(Path(__file__).parents[1]):
+        return _Owner.THIS_TOOL
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    if filename.startswith("<") or is_installed or path.is_relative_to(sysconfig.get_paths()["stdlib"]):
+        return _Owner.PACKAGE
+    return _Owner.USER
 
 
 def _shown(filename: str) -> str:

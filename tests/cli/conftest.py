@@ -71,7 +71,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
         state.requests.append(request)
         print("a library that prints")  # noqa: T201 - must not reach stdout
         record = applied().workload
-        return SimpleNamespace(record=replace(record, phase="train") if request.phase == "train" else record, notes=())
+        record = replace(record, phase="train") if request.phase == "train" else record
+        return SimpleNamespace(record=record, notes=(), model=SimpleNamespace(modules=lambda: ()))
 
     def finish(report: Report, options: ProfileOptions) -> Report:
         named = state.report or report

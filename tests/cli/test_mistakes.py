@@ -42,8 +42,39 @@ def make():
 def wrong():
     return Wrong().eval(), torch.randn(2, 4)
 
+class Tired(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 2:
+            raise LookupError("no more numbers")
+        return torch.tanh(x) * 2
+
+def tired():
+    return Tired().eval(), torch.randn(2, 4)
+
+class Leaving(nn.Module):
+    def forward(self, x):
+        raise SystemExit("enough")
+
+def leaving():
+    return Leaving().eval(), torch.randn(2, 4)
+
+def done():
+    raise SystemExit("usage: m.py --data FILE")
+
 def broken():
     raise ValueError("not today")
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+def speechless():
+    raise Speechless
 """
 
 MANIFEST = """
@@ -90,6 +121,28 @@ def test_a_factory_that_raises(run: Run) -> None:
     assert ran.code == 4
     assert "error[FA302]: `m.py:broken` raised ValueError: not today" in ran.err
     assert "Traceback" in run("apply", "m.py:broken", "-vv").err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("done", "error[FA302]: `m.py:done` raised SystemExit: usage: m.py --data FILE"),
+        ("leaving", "error[FA307]: `m.py:leaving` raised SystemExit when it was called: enough"),
+        ("speechless", "error[FA302]: `m.py:speechless` raised Speechless: <exception str() failed>"),
+    ],
+)
+def test_a_users_exit_is_no_success(run: Run, name: str, says: str) -> None:
+    ran = run("profile", f"m.py:{name}")
+    assert ran.code == 4
+    assert says in ran.err
+
+
+def test_a_model_that_raises_in_a_later_call_is_no_bug_of_ours(run: Run) -> None:
+    ran = run("profile", "m.py:tired")
+    assert ran.code == 4
+    assert "error[FA317]: `m.py:tired` raised LookupError in a later call: no more numbers" in ran.err
+    assert "note: at m.py:" in ran.err
+    assert "bug" not in ran.err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Rich decides by itself what a stream can show, and some of what it decides surpr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -52,7 +53,8 @@ class Settings:
         if self.log_path is None:
             self.log.append(text)
             return
-        with self.log_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        # A log that cannot be written is no reason to stop, nor to end an error's message with another error.
+        with contextlib.suppress(OSError), self.log_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text + "\n")
 
     def open_log(self, path: Path) -> None:

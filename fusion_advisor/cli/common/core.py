@@ -97,6 +97,12 @@ def load_workload(request: Any) -> Loaded:
     return loaded
 
 
+def later_failure(loaded: Loaded, error: BaseException) -> AdvisorError | None:
+    """Say that the user's model raised after its first call; None where something else did."""
+    failure: AdvisorError | None = import_module("fusion_advisor.workload.smoke_run").later_failure(loaded, error)
+    return failure
+
+
 def profile_on_ranks(ranks: Any, loaded: Loaded, options: ProfileOptions, progress: Progress) -> tuple[Report, Capture]:
     """Profile as one rank of several."""
     report, capture = import_module("fusion_advisor.ranks.run").profile_on_ranks(ranks, loaded, options, progress)

@@ -111,6 +111,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "layers cannot divide. The error names the nearest size that it takes. On a GPU the "
         "first graph of a range finds such a size.",
     ),
+    "FA317": (
+        "Measuring, tracing and checking call the model many times with the same inputs. A later call raised in the model's own "
+        "code: it counts its calls, keeps a list that ends, or refuses one of the ways in which it was called (traced, or in "
+        "float64). The model is as it was before.",
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. The inputs may not fit "
@@ -249,6 +254,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA520": (
         "A kernel's kernel.toml may name a licence. Kernels without one are under this project's own, Apache-2.0.",
         "Only licences that allow a copy to be passed on are exported: Apache-2.0, MIT, BSD, ISC, Unlicense, CC0, Zlib.",
+    ),
+    "FA521": (
+        "A run holds its directory while it writes. The system lets go of it when the process ends, also when it is killed: a "
+        "half-written run never stops a new one.",
     ),
     "FA801": (
         "torchrun starts a process for each GPU and tells each its number (RANK), how many there are (WORLD_SIZE) and where they "

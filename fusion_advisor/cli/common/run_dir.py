@@ -23,6 +23,7 @@ from fusion_advisor.errors import CannotWrite, RunExists, UnknownRun, UsageError
 from fusion_advisor.files.safe_name import path_inside
 
 if TYPE_CHECKING:
+    from fusion_advisor.cli.common.console import Settings
     from fusion_advisor.fuse.plan.options import ProfileOptions
     from fusion_advisor.records import Fusion, GraphRewrite, Report
     from fusion_advisor.report.html.embed_traces import EmbeddedTrace
@@ -58,11 +59,30 @@ def config_hash(verb: str, request: Any, options: ProfileOptions, revision: str)
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def new_run_id(digest: str) -> str:
-    """Return a run id for now."""
+def new_run_id(digest: str, later_s: int = 0) -> str:
+    """Return a run id for now, or for so many seconds later."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    moment = time.gmtime(int(epoch)) if epoch.isdecimal() else time.gmtime()
+    moment = time.gmtime(int(epoch)) if epoch.isdecimal() else time.gmtime(time.time() + later_s)
     return f"{time.strftime('%Y%m%d-%H%M%S', moment)}-{digest}"
+
+
+def free_run_id(digest: str) -> str:
+    """Return a run id whose directory was made just now and is nobody else's.
+
+    Two runs of one step that start in the same second (on two GPUs, say) would have one id: the other gets the next second's.
+    """
+    if os.environ.get("SOURCE_DATE_EPOCH", "").isdecimal():
+        return new_run_id(digest)
+    for later_s in range(60):
+        run_id = new_run_id(digest, later_s)
+        try:
+            (RUNS / run_id).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:  # making the run's directory will say why
+            break
+        return run_id
+    return new_run_id(digest)
 
 
 def command_line(verb: str, request: Any, options: ProfileOptions, revision: str) -> str:
@@ -120,6 +140,26 @@ def create(run_id: str, output: Path | None, *, force: bool) -> Path:
     except OSError as error:
         raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
     return directory
+
+
+def begin(directory: Path, settings: Settings, request: str) -> None:
+    """Open the log of a new run and write what repeats it.
+
+    Args:
+        directory: of the run.
+        settings: get the log.
+        request: ``request.json``'s text.
+
+    Raises:
+        CannotWrite: the file system refuses.
+    """
+    from fusion_advisor.records.serialize import write_atomic
+
+    try:
+        settings.open_log(path_inside(directory, "log.txt"))
+        write_atomic(directory / "request.json", request)
+    except OSError as error:
+        raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
 
 
 def known_runs() -> list[Path]:

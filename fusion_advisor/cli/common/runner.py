@@ -17,6 +17,7 @@ from fusion_advisor.cli.common import core, gates, ranks, run_dir
 from fusion_advisor.cli.common.console import Settings, open_page, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, MachineTooBusy, NothingReplaced, NumericsFailed
+from fusion_advisor.files.claim import claimed
 from fusion_advisor.files.safe_name import path_inside
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.training_options import check_options_of_other_phases, check_training_options
@@ -172,7 +173,12 @@ def _run(
     if output.directory is not None:
         run_dir.refuse_taken(output.directory, force=output.force)
     ranks.quiet_unless_first(settings)
-    with _kept_apart(settings), TerminalProgress(settings, is_patient=True) as progress, ranks.joined(request) as group:
+    with (
+        contextlib.ExitStack() as claims,
+        _kept_apart(settings),
+        TerminalProgress(settings, is_patient=True) as progress,
+        ranks.joined(request) as group,
+    ):
         if options.kernel_dirs:
             progress.phase("kernels")
             core.read_patterns(options.kernel_dirs)
@@ -182,10 +188,12 @@ def _run(
             progress.note(sentence)
         revision = loaded.record.revision
         digest = run_dir.config_hash(verb, request, options, revision)
-        run_id, folder = ranks.folder_of(group, run_dir.new_run_id(digest), output.directory, run_dir.RUNS)
+        makes_folder = output.directory is None and ranks.is_first()
+        run_id = run_dir.free_run_id(digest) if makes_folder else run_dir.new_run_id(digest)
+        run_id, folder = ranks.folder_of(group, run_id, output.directory, run_dir.RUNS)
         directory = run_dir.create(run_id, folder, force=output.force)
-        settings.open_log(path_inside(directory, "log.txt"))
-        write_atomic(directory / "request.json", core.dump_request(request))
+        claims.enter_context(claimed(directory))
+        run_dir.begin(directory, settings, core.dump_request(request))
         full = replace(
             options,
             command=run_dir.command_line(verb, request, options, revision),
@@ -201,6 +209,11 @@ def _run(
         except KeyboardInterrupt:
             _write_partial(directory, output)
             raise
+        except (Exception, SystemExit) as error:
+            failure = core.later_failure(loaded, error)
+            if failure is None:
+                raise
+            raise failure from error
         progress.phase("report")
         traces = run_dir.traces_of(report, directory, embed_trace=output.embed_trace)
         run_dir.write_run(report, directory, output.formats, traces)
