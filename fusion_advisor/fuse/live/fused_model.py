@@ -29,7 +29,7 @@ from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, speci
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.serve import ShapeTable, VerifiedCall
-from fusion_advisor.fuse.slot.in_place import InPlace
+from fusion_advisor.fuse.slot.in_place import TRANSFORMED, InPlace
 from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo
 
 
@@ -120,6 +120,9 @@ class FusedModel(InPlace):
         """
         if dispatcher.is_mode_active():  # it would see what is read of the tensors below
             self._fallbacks.add(_MODE)
+            return self._original(*args, **kwargs)
+        if dispatcher.is_transformed():
+            self._fallbacks.add(TRANSFORMED)
             return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
