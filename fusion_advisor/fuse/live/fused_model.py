@@ -118,11 +118,8 @@ class FusedModel(InPlace):
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
                 calls run the original ops), or the original ops ran after a CUDA graph had been launched ahead of them.
         """
-        if dispatcher.is_mode_active():  # it would see what is read of the tensors below
-            self._fallbacks.add(_MODE)
-            return self._original(*args, **kwargs)
-        if dispatcher.is_transformed():
-            self._fallbacks.add(TRANSFORMED)
+        if dispatcher.is_mode_active() or dispatcher.is_transformed():  # a mode would see what is read of the tensors below
+            self._fallbacks.add(_MODE if dispatcher.is_mode_active() else TRANSFORMED)
             return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
