@@ -72,16 +72,6 @@ class RunExists(AdvisorError):
     exit_code = 2
 
 
-class RunInUse(AdvisorError):
-    """Another process writes a run into the output directory."""
-
-    code = "FA521"
-    message = "another run is writing to `{path}` now"
-    note = "two runs in one directory would mix their kernels and reports"
-    hint = "choose another directory with -o, or wait until the other run has ended"
-    exit_code = 2
-
-
 class PlanMismatch(AdvisorError):
     """A saved plan that does not fit this model, this call or this device."""
 
@@ -217,3 +207,13 @@ class LicenceForbids(AdvisorError):
     note = "nothing was written"
     hint = "run apply again with --skip {kernel}, or change `license` in its kernel.toml if you may"
     exit_code = 9
+
+
+class RunInUse(AdvisorError):
+    """Another process writes a run into the output directory."""
+
+    code = "FA521"
+    message = "another run is writing to `{path}` now"
+    note = "two runs in one directory would mix their kernels and reports"
+    hint = "choose another directory with -o, or wait until the other run has ended"
+    exit_code = 2

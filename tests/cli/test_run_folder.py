@@ -68,7 +68,7 @@ def test_two_runs_at_once_do_not_share_a_folder(run: Run, fake: Core) -> None:
 
 
 def test_runs_that_start_in_one_second_get_different_ids(run: Run, fake: Core) -> None:
-    ids = [run_dir.free_run_id("abc123") for _ in range(3)]
+    ids = [run_dir.free_run_id("abc123", makes_folder=True) for _ in range(3)]
     assert len(set(ids)) == 3
     assert all((run_dir.RUNS / run_id).is_dir() for run_id in ids)
     assert ids == sorted(ids)

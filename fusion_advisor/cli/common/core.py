@@ -97,10 +97,15 @@ def load_workload(request: Any) -> Loaded:
     return loaded
 
 
-def later_failure(loaded: Loaded, error: BaseException) -> AdvisorError | None:
-    """Say that the user's model raised after its first call; None where something else did."""
+def raise_later_failure(loaded: Loaded, error: BaseException) -> None:
+    """Say that the user's model raised after its first call; does nothing where something else raised.
+
+    Raises:
+        LaterCallFailed: it did.
+    """
     failure: AdvisorError | None = import_module("fusion_advisor.workload.smoke_run").later_failure(loaded, error)
-    return failure
+    if failure is not None:
+        raise failure from error
 
 
 def profile_on_ranks(ranks: Any, loaded: Loaded, options: ProfileOptions, progress: Progress) -> tuple[Report, Capture]:

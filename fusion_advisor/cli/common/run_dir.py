@@ -66,12 +66,12 @@ def new_run_id(digest: str, later_s: int = 0) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', moment)}-{digest}"
 
 
-def free_run_id(digest: str) -> str:
-    """Return a run id whose directory was made just now and is nobody else's.
+def free_run_id(digest: str, *, makes_folder: bool) -> str:
+    """Return a run id; where it names the run's directory, that was made just now and is nobody else's.
 
     Two runs of one step that start in the same second (on two GPUs, say) would have one id: the other gets the next second's.
     """
-    if os.environ.get("SOURCE_DATE_EPOCH", "").isdecimal():
+    if not makes_folder or os.environ.get("SOURCE_DATE_EPOCH", "").isdecimal():
         return new_run_id(digest)
     for later_s in range(60):
         run_id = new_run_id(digest, later_s)

@@ -188,8 +188,7 @@ def _run(
             progress.note(sentence)
         revision = loaded.record.revision
         digest = run_dir.config_hash(verb, request, options, revision)
-        makes_folder = output.directory is None and ranks.is_first()
-        run_id = run_dir.free_run_id(digest) if makes_folder else run_dir.new_run_id(digest)
+        run_id = run_dir.free_run_id(digest, makes_folder=output.directory is None and ranks.is_first())
         run_id, folder = ranks.folder_of(group, run_id, output.directory, run_dir.RUNS)
         directory = run_dir.create(run_id, folder, force=output.force)
         claims.enter_context(claimed(directory))
@@ -210,10 +209,8 @@ def _run(
             _write_partial(directory, output)
             raise
         except (Exception, SystemExit) as error:
-            failure = core.later_failure(loaded, error)
-            if failure is None:
-                raise
-            raise failure from error
+            core.raise_later_failure(loaded, error)
+            raise
         progress.phase("report")
         traces = run_dir.traces_of(report, directory, embed_trace=output.embed_trace)
         run_dir.write_run(report, directory, output.formats, traces)

@@ -29,7 +29,7 @@ from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, speci
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.serve import ShapeTable, VerifiedCall
-from fusion_advisor.fuse.slot.in_place import InPlace
+from fusion_advisor.fuse.slot.in_place import TRANSFORMED, InPlace
 from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo
 
 
@@ -118,8 +118,8 @@ class FusedModel(InPlace):
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
                 calls run the original ops), or the original ops ran after a CUDA graph had been launched ahead of them.
         """
-        if dispatcher.is_mode_active():  # it would see what is read of the tensors below
-            self._fallbacks.add(_MODE)
+        if dispatcher.is_mode_active() or dispatcher.is_transformed():  # a mode would see what is read of the tensors below
+            self._fallbacks.add(_MODE if dispatcher.is_mode_active() else TRANSFORMED)
             return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []

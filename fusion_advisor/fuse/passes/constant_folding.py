@@ -109,7 +109,8 @@ def fold_frozen(graph: Graph, region: Region, constants: dict[str, torch.Tensor]
 
 
 def _put(node: Node, stored: Node, foldable: dict[Node, None]) -> None:
-    stored.meta = {**node.meta, "held_bytes": _bytes(node)}
+    # A folded kernel is called no more, so the value is no site of its fusion.
+    stored.meta = {**{name: value for name, value in node.meta.items() if name != "fusion_id"}, "held_bytes": _bytes(node)}
     node.replace_all_uses_with(stored, delete_user_cb=lambda user: user not in foldable)
 
 

@@ -13,8 +13,8 @@ import torch
 
 from fusion_advisor.capture.sizes.open_capture import base_of, dim_size
 
-Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
-"""Sizes, dtype, device and strides of a tensor."""
+Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], *tuple[bool, ...]]
+"""Sizes, dtype, device and strides of a tensor; marks behind them where it is negated or conjugated when an op reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Row:
         """Note the sizes that a layout gives its names; False where it does not fit, or fits no size noted before."""
         if self.like is None or self.names is None:
             return self.like is None or layout == self.like
-        shape, dtype, device, stride = layout
-        if len(shape) != len(self.names) or dtype != self.like[1] or device != self.like[2]:
+        shape, dtype, device, stride, *marks = layout
+        if marks or len(shape) != len(self.names) or dtype != self.like[1] or device != self.like[2]:
             return False
         for name, size, fixed in zip(self.names, shape, self.like[0], strict=True):
             base = base_of(name)

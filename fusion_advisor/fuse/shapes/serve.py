@@ -325,10 +325,11 @@ class ShapeTable:
             if not with_layouts:
                 return torch.Tensor
             names = self._dims.get(paths.get(id(leaf), ""))
+            marks = (leaf.is_neg(), leaf.is_conj())  # such a tensor is negated or conjugated only when an op reads it
             if names is None:
-                return (leaf.shape, leaf.dtype, leaf.device, leaf.stride())
+                return (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), *marks)
             fixed = tuple(None if name else size for name, size in zip(names, leaf.shape, strict=False))
-            return (fixed, leaf.dtype, leaf.device, leaf.is_contiguous())
+            return (fixed, leaf.dtype, leaf.device, leaf.is_contiguous(), *marks)
 
         def pattern(value: Any, depth: int = 0) -> Any:
             if depth > _DEEPEST:

@@ -20,6 +20,9 @@ from fusion_advisor.fuse.slot.counters import Fallbacks, LaunchCounter
 from fusion_advisor.records import Report
 from fusion_advisor.runtime.torch_internals import module_call
 
+TRANSFORMED = "the call is under a transform of torch.func (vmap, grad, jvp) or under forward-mode differentiation"
+"""Why such a call runs the original ops."""
+
 
 class InPlace:
     """A live model with fusions in place.

@@ -20,7 +20,7 @@ from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import device_of, signature
 from fusion_advisor.fuse.live.module_guard import ModuleGuard
-from fusion_advisor.fuse.slot.in_place import InPlace
+from fusion_advisor.fuse.slot.in_place import TRANSFORMED, InPlace
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.records import GraphBreak
 from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo, fake_mode
@@ -109,6 +109,9 @@ class TrainedModel(InPlace):
         """Run the fused graphs if this call was verified, the original ops if not."""
         if dispatcher.is_mode_active():  # it would see what is read of the tensors below
             self._fallbacks.add(MODE)
+            return self._original(*args, **kwargs)
+        if dispatcher.is_transformed():
+            self._fallbacks.add(TRANSFORMED)
             return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,15 @@ def is_mode_active() -> bool:
         return True
     count = torch._C._len_torch_function_stack()
     return count > 0 and any(type(torch._C._get_function_stack_at(place)) is not DeviceContext for place in range(count))
+
+
+def is_transformed() -> bool:
+    """Whether ops are under a transform of ``torch.func`` (vmap, grad, jvp) or carry forward-mode derivatives.
+
+    Tensors then stand for batches or have tangents, of which a kernel knows nothing. A frame that dynamo meets there for the
+    first time is never compiled again.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def sees_its_ops(kind: type[torch.Tensor]) -> bool:

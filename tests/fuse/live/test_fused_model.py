@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fusion_advisor.fuse.live.fused_model as model_module
 from fusion_advisor.errors import CannotCopy
@@ -170,7 +171,19 @@ def autocast(model, x):
         return model(x)
 
 
+def negated_when_read(model, x):
+    with torch.no_grad():
+        return model(torch.complex(x, x).conj().imag.as_strided(x.shape, x.stride()))
+
+
+def batched(model, x):
+    with torch.no_grad():
+        return torch.vmap(model)(x.unsqueeze(0))
+
+
 CALLS = [
+    (negated_when_read, "inputs"),
+    (batched, "torch.func"),
     (grad, "gradients"),
     (train, "train"),
     (other_shape, "inputs"),
@@ -195,6 +208,18 @@ def test_a_call_that_was_not_verified_runs_the_original_and_says_so_once(fused, 
         assert list(fused.fallbacks.values()) == [2]
         model.eval()
         assert is_fused(model, x)
+
+
+def test_tangents_flow_through_the_original(fused, x):
+    def tangent(model):
+        with torch.no_grad(), forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent.clone()
+
+    expected = tangent(copy.deepcopy(fused.model))
+    with fused, pytest.warns(UserWarning, match="forward-mode"):
+        assert torch.equal(tangent(fused.model), expected)
+    with fused:
+        assert is_fused(fused.model, x)
 
 
 def test_gradients_flow_through_the_original(fused, x):

@@ -326,6 +326,20 @@ def positions_in_a_window(side=2):
     return table
 
 
+def test_a_folded_value_is_no_site_of_the_fusion_that_computed_it():
+    def mark(graph, region, constants):
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.meta["fusion_id"] = "F1"
+        return 0
+
+    module, changed = rewritten(lambda x: x + torch.arange(4).to(torch.int32).mul(2), (torch.ones(4),), mark, fold_constants)
+    stored = [node for node in module.graph.nodes if node.op == "get_attr"]
+    assert changed[1] > 0 and stored
+    assert all("fusion_id" not in node.meta for node in stored)
+    assert any("fusion_id" in node.meta for node in module.graph.nodes)
+
+
 def test_a_table_that_is_filled_in_place_is_folded_with_its_writes():
     module, changed = rewritten(lambda x: x.flatten()[positions_in_a_window().view(-1)], (Q,), fold_constants)
     assert changed[0] >= 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import warnings
 import weakref
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fusion_advisor as fa
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.plan.options import Budgets
+from fusion_advisor.fuse.slot.in_place import TRANSFORMED
 from fusion_advisor.fuse.train import trained_model
 from tests.fuse.live.test_leaks import live_storages
 from tests.fuse.train.test_models import MODELS, batch
@@ -146,6 +149,25 @@ def test_other_calls_run_the_original_ops_and_say_so_once(pair, x, change, reaso
     if change == "shape":
         assert "input 0 is [3, 5, 48] float32, and [8, 5, 48] float32 was verified" in str(said[0].message)
     fused.model.train()
+    step(fused.model, x)
+    assert fused.launches > 0
+
+
+def _tangent(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent.clone()
+
+
+def _gradient(model, x):
+    return torch.func.grad(lambda given: model(given).sum())(x)
+
+
+@pytest.mark.parametrize("derivative", [_tangent, _gradient])
+def test_derivatives_of_other_kinds_are_the_original_ops(pair, x, derivative):
+    fused, plain = pair
+    with pytest.warns(UserWarning, match=re.escape(TRANSFORMED)):
+        assert torch.equal(derivative(fused.model, x), derivative(plain, x))
+    assert list(fused.fallbacks) == [TRANSFORMED]
     step(fused.model, x)
     assert fused.launches > 0
 

@@ -102,6 +102,21 @@ def test_modes_and_tensor_classes_that_see_their_ops():
     assert not any(map(dispatcher.sees_its_ops, (torch.Tensor, torch.nn.Parameter)))
 
 
+def test_transforms_and_tangents_are_seen():
+    seen = []
+
+    def look(value):
+        seen.append(dispatcher.is_transformed())
+        return value.sum()
+
+    torch.vmap(look)(torch.zeros(2, 3))
+    torch.func.grad(look)(torch.zeros(3))
+    with torch.autograd.forward_ad.dual_level():
+        look(torch.zeros(3))
+    look(torch.zeros(3))
+    assert seen == [True, True, True, False]
+
+
 def test_a_namespace_is_free_again_once_its_ops_are_forgotten():
     kept = []
     for number in (1, 2):
