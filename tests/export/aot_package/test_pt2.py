@@ -85,7 +85,8 @@ def test_a_small_model_twice(tmp_path):
 
 @pytest.mark.parametrize(("backend", "suffix"), [("triton", ".py"), ("cuda", ".cu")])
 def test_a_kernel_that_python_launches_is_named(backend, suffix):
-    op = SimpleNamespace(name="gelu_tanh", fusion_id="F1", rendered=SimpleNamespace(backend=backend, suffix=suffix))
+    rendered = SimpleNamespace(backend=backend, suffix=suffix)
+    op = SimpleNamespace(name="gelu_tanh", fusion_id="F1", rendered=rendered, in_place=(), carried=None)
     with pytest.raises(CannotExport, match=r"op `gelu_tanh` \(F1\) is a"):
         refuse_python_launches([op])
 
