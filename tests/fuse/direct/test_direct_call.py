@@ -13,6 +13,7 @@ from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.direct.unchanged import Unchanged
 from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.runtime.torch_internals import dynamo
 
 factors = {"scale": 2.0}
 
@@ -169,6 +170,8 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.filterwarnings("ignore:fusion-advisor runs the original ops")
 def test_a_change_is_seen(fused, change):
+    if change is CHANGES["defaults"] and not dynamo.isolates():
+        pytest.skip("before torch 2.12 dynamo itself runs a function whose defaults were exchanged as it was")
     direct = direct_of(fused)
     assert direct.may_run(two(), {})
     change(fused.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import re
@@ -20,6 +21,7 @@ from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.plan.options import Budgets
 from fusion_advisor.fuse.slot.in_place import TRANSFORMED
 from fusion_advisor.fuse.train import trained_model
+from fusion_advisor.runtime.torch_internals import dynamo
 from tests.fuse.live.test_leaks import live_storages
 from tests.fuse.train.test_models import MODELS, batch
 from tests.fuse.train.test_trained_graph import WIDTH, Block, gradients, step
@@ -172,15 +174,17 @@ def test_derivatives_of_other_kinds_are_the_original_ops(pair, x, derivative):
     assert fused.launches > 0
 
 
-def test_a_weight_that_is_frozen_later_runs_another_graph_with_the_models_own_ops(pair, x):
+def test_a_weight_that_is_frozen_later_gets_no_gradient(pair, x):
+    """Dynamo compiles another graph, which runs the model's own ops; before torch 2.12 it does not look at weights of modules."""
     fused, plain = pair
     for one in (fused.model, plain):
         one.gate.requires_grad_(False)
     try:
-        with pytest.warns(UserWarning, match="dynamo captured a graph that was not verified"):
+        is_seen = pytest.warns(UserWarning, match="dynamo captured a graph that was not verified")
+        with is_seen if dynamo.isolates() else contextlib.nullcontext():
             step(fused.model, x)
         step(plain, x)
-        assert fused.launches == 0 and fused.model.gate.weight.grad is None
+        assert (fused.launches == 0) == dynamo.isolates() and fused.model.gate.weight.grad is None
         compare(gradients(fused.model), gradients(plain))
     finally:
         for one in (fused.model, plain):
