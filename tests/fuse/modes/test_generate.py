@@ -204,7 +204,7 @@ def quick(**more):
 def kept_by(monkeypatch, spoil):
     """Let both regimes keep every chain, computed by the evaluator, off by ``spoil``; timing is not what is tested here."""
 
-    def apply_workload(loaded, options, progress=None, on_report=lambda _: None):
+    def apply_workload(loaded, options, progress=None, on_report=lambda _: None, started=None):
         profiled, capture = generate.pipeline.profile_workload(loaded, ProfileOptions(runs=3, warmup=1, min_share=0.0))
         fused = fuse(loaded.model, (), loaded.kwargs, spoil=spoil)
         fused.apply()
