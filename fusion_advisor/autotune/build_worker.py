@@ -1,7 +1,7 @@
 """The program that compiles kernels for another process: ``python -m fusion_advisor.autotune.build_worker FILE COUNT``.
 
-It takes jobs from the connection behind a file descriptor, each with a number and a compute capability. It answers with the
-number once the job is done, and ends with the connection.
+FILE is the descriptor of a connection. Each job that comes over it has a number and a compute capability. The program answers
+with the number once the job is done, and ends with the connection.
 """
 
 from __future__ import annotations

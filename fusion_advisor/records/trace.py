@@ -62,7 +62,7 @@ class TraceRank:
     """Only a collective ran, and another rank had not come to it."""
     idle_ns: int
     hidden_ns: int
-    """A collective ran beside compute; part of compute_ns."""
+    """A collective and compute ran at once; part of compute_ns."""
     collectives: int
 
 

@@ -29,7 +29,7 @@ class Split:
         communication_ns: only a collective runs, and all ranks have come to it.
         waiting_ns: only a collective runs, and another rank has not come to it.
         idle_ns: nothing runs.
-        hidden_ns: a collective runs beside compute; part of compute_ns.
+        hidden_ns: a collective and compute run at once; part of compute_ns.
         collectives: how many.
     """
 

@@ -226,7 +226,7 @@ def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measur
 
 
 def _renumbered(report: Report, first: int) -> list[Finding]:
-    """The findings about the step's parts, behind so many others."""
+    """Return the findings about the step's parts, numbered from ``first + 1`` on."""
     return [replace(one, id=f"N{number}") for number, one in enumerate(report.findings, start=first + 1)]
 
 

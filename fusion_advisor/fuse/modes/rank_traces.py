@@ -1,6 +1,6 @@
 """``profile --trace DIR``: one report of the traces of several ranks, a file for each.
 
-Counts and times of all ranks are summed. What a rank did beside computing is told apart by comparing the ranks' collectives
+Counts and times of all ranks are summed. Comparing the ranks' collectives shows how long each communicated and waited
 (:mod:`fusion_advisor.capture.trace.rank_split`).
 """
 
@@ -85,10 +85,10 @@ def profile_rank_traces(
 def _read(path: Path, number: int, sequences: Any, *, min_share: float, tool: str) -> _RankTrace:
     file = TraceFile(path)
     found = join_trace(file, read_events(file.typed_events()))
-    told = found.facts.get("distributedInfo")
-    told = told if isinstance(told, dict) else {}
+    distributed = found.facts.get("distributedInfo")
+    distributed = distributed if isinstance(distributed, dict) else {}
     in_name = _IN_NAME.search(path.name)
-    rank, world_size = told.get("rank"), told.get("world_size")
+    rank, world_size = distributed.get("rank"), distributed.get("world_size")
     return _RankTrace(
         rank=rank if type(rank) is int else int(in_name[1]) if in_name else number,
         world_size=world_size if type(world_size) is int else 0,
