@@ -8,11 +8,13 @@ the same sum is already a unit away, on either side (1.4 in sums of a dozen numb
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from fusion_advisor.records import Tolerance
+from fusion_advisor.verify.pieces import pieces
 
 _REL_FACTOR = 1.5
 _ABS_OVER_REL = 4 / 3
@@ -34,29 +36,55 @@ class Error:
 
 def error_of(result: torch.Tensor, oracle: torch.Tensor) -> Error:
     """Measure ``result`` against ``oracle`` (same shape, fp64 or any wider type), over positions where both are finite."""
+    parts = [_part(one, truth) for one, truth in pieces((result, oracle))]
+    error, norm = math.hypot(*(part.error_norm for part in parts)), math.hypot(*(part.norm for part in parts))
+    return Error(
+        max_abs=_largest([part.max_abs for part in parts]),
+        rel_l2=error / norm if norm > 0 else error,
+        oracle_max=_largest([part.oracle_max for part in parts]),
+        nonfinite=sum(part.nonfinite for part in parts),
+        elements=result.numel(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Errors of a piece: the largest, and Euclidean norms of the errors and of the oracle."""
+
+    max_abs: float
+    error_norm: float
+    norm: float
+    oracle_max: float
+    nonfinite: int
+
+
+def _part(result: torch.Tensor, oracle: torch.Tensor) -> _Part:
     got, want = result.detach().to(torch.float64), oracle.detach().to(torch.float64)
     both = torch.isfinite(got) & torch.isfinite(want)
     if both.all():
-        return _error_of_finite(got - want, want)
+        return _part_of_finite(got - want, want)
     # A NaN answers a NaN, and an infinity one of the same sign or what the result's dtype has no number for; everything else that
     # is not finite is a mismatch.
     rounded = want.to(result.dtype).to(torch.float64) if result.dtype.is_floating_point else want
     agree = both | (torch.isnan(got) & torch.isnan(want)) | (got == rounded)
     zero = torch.zeros_like(got)
-    error = _error_of_finite(torch.where(both, got - want, zero), torch.where(both, want, zero))
-    return replace(error, nonfinite=int((~agree).sum()))
+    part = _part_of_finite(torch.where(both, got - want, zero), torch.where(both, want, zero))
+    return replace(part, nonfinite=int((~agree).sum()))
 
 
-def _error_of_finite(difference: torch.Tensor, want: torch.Tensor) -> Error:
-    norm = float(torch.linalg.vector_norm(want))
-    error = float(torch.linalg.vector_norm(difference))
-    return Error(
+def _part_of_finite(difference: torch.Tensor, want: torch.Tensor) -> _Part:
+    return _Part(
         max_abs=float(difference.abs().max()) if difference.numel() else 0.0,
-        rel_l2=error / norm if norm > 0 else error,
+        error_norm=float(torch.linalg.vector_norm(difference)),
+        norm=float(torch.linalg.vector_norm(want)),
         oracle_max=float(want.abs().max()) if want.numel() else 0.0,
         nonfinite=0,
-        elements=difference.numel(),
     )
+
+
+def _largest(values: Sequence[float]) -> float:
+    """Return the largest value; NaN where one is."""
+    return math.nan if any(math.isnan(value) for value in values) else max(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +152,10 @@ def is_inside(result: torch.Tensor, oracle: torch.Tensor, tolerance: Tolerance) 
         oracle: the same shape, fp64 or any wider type.
         tolerance: rtol and atol.
     """
+    return all(_is_inside(one, truth, tolerance) for one, truth in pieces((result, oracle)))
+
+
+def _is_inside(result: torch.Tensor, oracle: torch.Tensor, tolerance: Tolerance) -> bool:
     got, want = result.detach().to(torch.float64), oracle.detach().to(torch.float64)
     both = torch.isfinite(got) & torch.isfinite(want)
     allowed = tolerance.atol + tolerance.rtol * want.abs()

@@ -8,6 +8,7 @@ results; integers, and where NaN and infinities may stand, are judged as ever.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,7 @@ from fusion_advisor.records import ULP_ENDS, Numerics, TensorMeta, Tolerance
 from fusion_advisor.verify import special_inputs, special_values
 from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
 from fusion_advisor.verify.domains import has_moments, within_domain
+from fusion_advisor.verify.pieces import pieces
 from fusion_advisor.verify.row_tables import random_table
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
@@ -44,10 +46,16 @@ def check_chain(
         tolerance: the user's limit instead.
     """
     read = chain.rows_read(roots)
-    trials = [list(roots), *(within_domain(chain, random_like(roots, seed + n, scale, read)) for n, scale in enumerate(SCALES))]
     findings = special_values.Findings()
-    reach = chain.reach(trials[1]) if chain.in_place else [None] * len(chain.outputs)
-    special_values.check_behaviour(chain, fused, trials[1], reach, findings)  # ahead of all: inputs that were spoilt stay so
+
+    def random_inputs(number: int) -> list[torch.Tensor]:
+        return within_domain(chain, random_like(roots, seed + number, SCALES[number], read))
+
+    # Ahead of all: inputs that were spoilt stay so, and are those of a trial.
+    first = random_inputs(0)
+    reach = chain.reach(first) if chain.in_place else [None] * len(chain.outputs)
+    special_values.check_behaviour(chain, fused, first, reach, findings)
+    trials = itertools.chain((roots, first), (random_inputs(number) for number in range(1, len(SCALES))))
     numerics = check_calls(
         ((chain, fused, inputs) for inputs in trials),
         fast_math=fast_math,
@@ -308,9 +316,16 @@ def count_ulps(result: torch.Tensor, oracle: torch.Tensor) -> tuple[int, ...]:
     Returns:
         One count for each bin of :data:`fusion_advisor.records.ULP_ENDS`, and one for what lies beyond.
     """
-    ends = torch.tensor(ULP_ENDS, device=result.device)
     if result.dtype not in _ORDERED:
-        return (0,) * (len(ULP_ENDS) + 1)
+        return _NO_ULPS
+    counts = _NO_ULPS
+    for one, truth in pieces((result, oracle)):
+        counts = _added(counts, _count_ulps(one, truth))
+    return counts
+
+
+def _count_ulps(result: torch.Tensor, oracle: torch.Tensor) -> tuple[int, ...]:
+    ends = torch.tensor(ULP_ENDS, device=result.device)
     rounded = oracle.detach().to(result.dtype)
     both = torch.isfinite(result) & torch.isfinite(rounded)
     differ = both & (result != rounded)  # most are equal: the others alone are numbered, a third of the time

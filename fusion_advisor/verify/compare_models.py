@@ -11,6 +11,7 @@ import torch
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.verify.accuracy import Error, error_of, is_inside, unit_of
 from fusion_advisor.verify.likeliest import agreement
+from fusion_advisor.verify.pieces import pieces
 
 MODEL_FACTOR = 1.5
 """Times eager's own error that an output's may be."""
@@ -109,7 +110,6 @@ def check_model(
     token, five = (None, None) if logits is None else agreement(logits.ours, logits.theirs)
     own_token, own_five = (None, None) if logits is None or oracle_name == "eager" else agreement(logits.theirs, logits.truth)
     mismatches = sum(output.between.nonfinite for output in outputs)
-    flat_ours, flat_theirs = worst.ours.flatten().to(torch.float64), worst.theirs.flatten().to(torch.float64)
     return ModelCheck(
         oracle=oracle_name,
         outputs=tuple(output.name for output in outputs),
@@ -118,7 +118,7 @@ def check_model(
         fused_max_abs=worst.ours_error.max_abs,
         eager_max_abs=worst.theirs_error.max_abs,
         fused_vs_eager_max_abs=worst.between.max_abs,
-        cosine=float(torch.nn.functional.cosine_similarity(flat_ours, flat_theirs, dim=0)),
+        cosine=_cosine(worst.ours, worst.theirs),
         argmax_agreement=token,
         top5_agreement=five,
         eager_argmax_agreement=own_token,
@@ -128,6 +128,18 @@ def check_model(
         is_passed=_are_within(outputs, oracle_name, tolerance) and mismatches == 0,
         worst=worst.name,
     )
+
+
+def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the cosine of the angle between two tensors as vectors; 0 where one is zero."""
+    product, squares, other_squares = 0.0, 0.0, 0.0
+    for piece in pieces((one, other)):
+        left, right = (part.flatten().to(torch.float64) for part in piece)
+        product += float(left @ right)
+        squares += float(left @ left)
+        other_squares += float(right @ right)
+    norms = math.sqrt(squares) * math.sqrt(other_squares)
+    return product / norms if norms != 0 else 0.0
 
 
 def _floating_outputs(

@@ -10,7 +10,7 @@ reported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from fusion_advisor.records import Tolerance
 from fusion_advisor.verify.accuracy import limit_for, unit_of
 from fusion_advisor.verify.guarded_memory import guard_is_damaged
+from fusion_advisor.verify.pieces import pieces
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
 
 WORDS = (
@@ -86,6 +87,12 @@ class Results:
         nearby = None if self.nearby is None else self.nearby[mask]
         return Results(fused=self.fused[mask], eager=self.eager[mask], oracle=self.oracle[mask], nearby=nearby)
 
+    def pieces(self) -> Iterator[Results]:
+        """Cut them between rows into pieces that can be compared in fp64; small ones are one piece."""
+        nearby = () if self.nearby is None else (self.nearby,)
+        for fused, eager, oracle, *other in pieces((self.fused, self.eager, self.oracle, *nearby), keeps_rows=True):
+            yield Results(fused=fused, eager=eager, oracle=oracle, nearby=other[0] if other else None)
+
 
 def compare(
     title: str,
@@ -110,6 +117,16 @@ def compare(
         has_moments: the ops write or read a row's mean. Whether that is an infinity or NaN for a row that holds an infinity
             depends on the order in which eager updates it, and so does what is made of it: both are a declared exception there.
     """
+    for piece in results.pieces():
+        _compare_piece(
+            title, piece, findings, tolerance=tolerance, has_sums=has_sums, sums_overflow=sums_overflow, has_moments=has_moments
+        )
+
+
+def _compare_piece(
+    title: str, results: Results, findings: Findings, *, tolerance: Tolerance | None, has_sums: bool, sums_overflow: bool,
+    has_moments: bool,
+) -> None:  # fmt: skip
     eager = results.eager
 
     def refuse(elements: int, words: str) -> None:
@@ -216,6 +233,13 @@ def bias_of(result: torch.Tensor, oracle: torch.Tensor) -> tuple[float, int]:
 
     A result that is cut off instead of rounded is 0.5 units too small on average, whatever its sign.
     """
+    parts = [_bias_of(one, truth) for one, truth in pieces((result, oracle))]
+    count = sum(number for _, number in parts)
+    return (sum(total for total, _ in parts) / count if count else 0.0), count
+
+
+def _bias_of(result: torch.Tensor, oracle: torch.Tensor) -> tuple[float, int]:
+    """Return the sum of the errors away from zero in units in the last place, and of how many elements."""
     info = torch.finfo(result.dtype)
     got, want = result.detach().to(torch.float64).flatten(), oracle.detach().to(torch.float64).flatten()
     use = got.isfinite() & (want.abs() > info.smallest_normal) & (want.abs() < _NEAR_LARGEST * info.max)
@@ -224,7 +248,7 @@ def bias_of(result: torch.Tensor, oracle: torch.Tensor) -> tuple[float, int]:
         return 0.0, 0
     _, exponent = torch.frexp(want)
     unit = torch.ldexp(torch.full_like(want, info.eps), exponent - 1)
-    return float(((got - want) * want.sign() / unit).clamp(-8, 8).mean()), len(want)
+    return float(((got - want) * want.sign() / unit).clamp(-8, 8).sum()), len(want)
 
 
 BIAS_UNITS = 0.25

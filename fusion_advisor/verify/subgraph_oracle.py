@@ -5,7 +5,7 @@ The ops are the captured nodes themselves, run in order; nothing here goes throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ class OriginalChain:
         ids = ids_of(row_tables(self.nodes, self.outer, self.written))
         if not ids:
             return {}
-        values = self._values(self.copy_written(roots))
+        values = self._values(self.copy_written(roots), kept=[node for nodes in ids.values() for node in nodes])
         return {number: distinct_rows([values[node] for node in nodes], len(roots[number])) for number, nodes in ids.items()}
 
     def run(
@@ -103,16 +103,28 @@ class OriginalChain:
         Returns:
             One tensor per output operand.
         """
-        values = self._values(roots, (widen or to_float64) if as_float64 else None)
+        values = self._values(roots, (widen or to_float64) if as_float64 else None, kept=self.outputs)
         return [values[node] for node in self.outputs]
 
     def _values(
-        self, roots: Sequence[torch.Tensor], widen: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self, roots: Sequence[torch.Tensor], widen: Callable[[torch.Tensor], torch.Tensor] | None = None, *, kept: Sequence[Node]
     ) -> dict[Node, Any]:
-        """Run the original ops, in fp64 where ``widen`` is given; returns the value of each node."""
-        as_float64 = widen is not None
+        """Run the original ops, in fp64 where ``widen`` is given; returns the values of ``kept``, others go when read last."""
         tables = row_tables(self.nodes, self.outer, self.written) if widen else {}
         look_ups = {node for readers in tables.values() for node in readers}
+        values = self._given(roots, widen, tables)
+        dying = _last_reads(self.nodes, kept)
+        with torch.no_grad():
+            for node in self.nodes:
+                values[node] = _run_node(node, values, widen, is_look_up=node in look_ups)
+                for done in dying.get(node, ()):
+                    values.pop(done, None)
+        return values
+
+    def _given(
+        self, roots: Sequence[torch.Tensor], widen: Callable[[torch.Tensor], torch.Tensor] | None, tables: Collection[int]
+    ) -> dict[Node, Any]:
+        """Return the values that are read from outside, in fp64 where ``widen`` is given, but for tables."""
         values: dict[Node, Any] = {}
         widened = [widen(root) if widen and number not in tables else root for number, root in enumerate(roots)]
         for node, number, meta, root_meta in self.outer:
@@ -121,26 +133,45 @@ class OriginalChain:
             values[node] = root.as_strided(meta.shape, meta.stride, offset)
         for node, meta in self.unread:
             nothing = torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype), device=meta.device)
-            values[node] = to_float64(nothing) if as_float64 else nothing
-        with torch.no_grad():
-            for node in self.nodes:
-                if as_float64 and (exact := exactly(node, values)) is not None:
-                    values[node] = exact()
-                    continue
-                arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
-                keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
-                if as_float64:
-                    arguments, keywords = _wider(arguments), _wider(keywords)
-                assert callable(node.target)
-                result = node.target(*arguments, **keywords)
-                if widen and node in look_ups:  # rows are copied: no matter whether they are widened before or after
-                    result = widen(result)
-                elif as_float64 and _is_narrow_float(result):
-                    # Integers and Python numbers give torch's default dtype. Integers in fp64 give fp64.
-                    wide = pytree.tree_map_only(torch.Tensor, _float64_of_integers, (arguments, keywords))
-                    result = pytree.tree_map_only(torch.Tensor, to_float64, node.target(*wide[0], **wide[1]))
-                values[node] = result
+            values[node] = to_float64(nothing) if widen else nothing
         return values
+
+
+def _run_node(
+    node: Node, values: Mapping[Node, Any], widen: Callable[[torch.Tensor], torch.Tensor] | None, *, is_look_up: bool
+) -> Any:
+    """Run one op of a chain, in fp64 where ``widen`` is given."""
+    if widen and (exact := exactly(node, values)) is not None:
+        return exact()
+    arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
+    keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
+    if widen:
+        arguments, keywords = _wider(arguments), _wider(keywords)
+    assert callable(node.target)
+    result = node.target(*arguments, **keywords)
+    if widen and is_look_up:  # rows are copied: no matter whether they are widened before or after
+        return widen(result)
+    if widen and _is_narrow_float(result):
+        # Integers and Python numbers give torch's default dtype. Integers in fp64 give fp64.
+        wide = pytree.tree_map_only(torch.Tensor, _float64_of_integers, (arguments, keywords))
+        return pytree.tree_map_only(torch.Tensor, to_float64, node.target(*wide[0], **wide[1]))
+    return result
+
+
+def _last_reads(nodes: Sequence[Node], kept: Collection[Node]) -> dict[Node, list[Node]]:
+    """Return, for each op, the values that no later op reads.
+
+    ``exactly`` reads what an operand was made of, so an op counts as a reader of its operands' operands too.
+    """
+    last: dict[Node, Node] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            last.update(dict.fromkeys((source, *source.all_input_nodes, node), node))
+    found: dict[Node, list[Node]] = {}
+    for value, reader in last.items():
+        if value not in kept:
+            found.setdefault(reader, []).append(value)
+    return found
 
 
 def original_chain(
@@ -204,11 +235,16 @@ def _float64_of_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_float64(tensor: torch.Tensor) -> torch.Tensor:
     """Return a floating tensor in fp64 with the same strides; other tensors pass through."""
+    return widened(tensor, torch.float64)
+
+
+def widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a floating tensor in another dtype with the same strides; other tensors pass through."""
     if not tensor.is_floating_point():
         return tensor
     # Through the memory it lies in, which also serves expanded tensors: their elements share addresses and cannot be copied to.
     memory = tensor.as_strided((extent(tensor),), (1,))
-    return memory.to(torch.float64).as_strided(tensor.shape, tensor.stride(), 0)
+    return memory.to(dtype).as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def extent(tensor: torch.Tensor) -> int:

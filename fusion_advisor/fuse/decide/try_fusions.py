@@ -21,11 +21,13 @@ from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import Plan, PlannedFusion
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
 from fusion_advisor.ir.program import Program
 from fusion_advisor.records import Fusion, Status
-from fusion_advisor.workload.device import fault_of
+from fusion_advisor.workload.device import fault_of, is_out_of_memory
 
 FASTEST = "fastest"
+NO_MEMORY = "no memory is left to check its numbers against fp64"
 
 
 def try_all(
@@ -83,26 +85,35 @@ def _trials(
     bench: Bench, planned: PlannedFusion, backends: Sequence[str], options: ApplyOptions, kernel_dir: Path, seed: int,
     progress: Progress, instruments: Instruments, ahead: BuildAhead | None,
 ) -> list[Trial]:  # fmt: skip
-    """Try one fusion in each language."""
-    return [
-        try_fusion(
-            bench,
-            planned,
-            backend=backend,
-            fast_math=options.fast_math,
-            tolerance=options.tolerance,
-            kernel_dir=kernel_dir,
-            seed=seed,
-            with_nvtx=options.nvtx,
-            is_timed=options.is_timed and not options.dry_run,
-            log=progress.note,
-            compare=instruments.compare_alone,
-            tune=instruments.tune,
-            worst=instruments.worst,
-            ahead=ahead,
-        )
-        for backend in backends
-    ]
+    """Try one fusion in each language; where memory ends on the way, it is left out and the others go on."""
+    found = []
+    for backend in backends:
+        try:
+            trial = try_fusion(
+                bench,
+                planned,
+                backend=backend,
+                fast_math=options.fast_math,
+                tolerance=options.tolerance,
+                kernel_dir=kernel_dir,
+                seed=seed,
+                with_nvtx=options.nvtx,
+                is_timed=options.is_timed and not options.dry_run,
+                log=progress.note,
+                compare=instruments.compare_alone,
+                tune=instruments.tune,
+                worst=instruments.worst,
+                ahead=ahead,
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            trial = None
+        if trial is None:  # past the handler: what the failed trial held is free by now
+            release_cached_memory()
+            trial = Trial(fusion=replace(untried(planned), status=Status.NOT_REPLACED, reason=NO_MEMORY), built=None)
+        found.append(trial)
+    return found
 
 
 def submit(ahead: BuildAhead, bench: Bench, fusions: Sequence[PlannedFusion], options: ApplyOptions) -> None:

@@ -19,7 +19,7 @@ from fusion_advisor.fuse.cuda_graph.capturable import writes_of
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
 from fusion_advisor.verify.compare_models import check_model
-from fusion_advisor.verify.subgraph_oracle import to_float64
+from fusion_advisor.verify.subgraph_oracle import to_float64, widened
 from fusion_advisor.workload.device import memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -194,22 +194,30 @@ def _is_random(node: torch.fx.Node) -> bool:
 
 
 class Wide(torch.fx.Interpreter):
-    """Runs a graph in float64: each float tensor is widened where an op reads it, so that weights are wide one at a time."""
+    """Runs a graph in a wider dtype: each float tensor is widened where an op reads it, so that weights are wide one at a time.
+
+    Args:
+        module: the graph.
+        dtype: of floats.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(module)
+        self.dtype = dtype
 
     def run_node(self, node: torch.fx.Node) -> Any:
         """Run one node with wide arguments."""
         if node.op != "call_function":
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        return self.call_function(node.target, _widened(args), _widened(kwargs))
+        return self.call_function(node.target, self._widened(args), self._widened(kwargs))
 
+    def _widened(self, value: Any) -> Any:
+        """Float tensors and float dtypes of an op's arguments in the dtype."""
 
-def _widened(value: Any) -> Any:
-    """Float tensors and float dtypes of an op's arguments as float64."""
+        def leaf(one: Any) -> Any:
+            if isinstance(one, torch.dtype):
+                return self.dtype if one.is_floating_point else one
+            return widened(one, self.dtype) if isinstance(one, torch.Tensor) and one.dtype != self.dtype else one
 
-    def leaf(one: Any) -> Any:
-        if isinstance(one, torch.dtype):
-            return torch.float64 if one.is_floating_point else one
-        return to_float64(one) if isinstance(one, torch.Tensor) and one.dtype != torch.float64 else one
-
-    return pytree.tree_map(leaf, value)
+        return pytree.tree_map(leaf, value)

@@ -12,10 +12,11 @@ from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.fuse.live.model_check import Wide
+from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
 from fusion_advisor.records import GRADIENT, ModelCheck, OpClass
 from fusion_advisor.verify.accuracy import error_of, unit_of
 from fusion_advisor.verify.compare_models import check_model
-from fusion_advisor.verify.subgraph_oracle import to_float64
+from fusion_advisor.verify.subgraph_oracle import widened
 
 Call = Callable[..., Any]
 Rows = list[tuple[str, torch.Tensor]]
@@ -62,42 +63,45 @@ class TrainingStep:
             )
         return cls(step.names, step.args, tuple(tangents))
 
-    def leaves(self, *, is_wide: bool = False) -> list[Any]:
+    def leaves(self, wide: torch.dtype | None = None) -> list[Any]:
         """Return the inputs for one run: what asks for a gradient as a leaf of its own, what does not as a copy.
 
         The copies keep buffers that the graph writes to as they are.
+
+        Args:
+            wide: of floats; None: as they are.
         """
         found = []
         for arg in self.args:
             if not isinstance(arg, torch.Tensor):
                 found.append(arg)
                 continue
-            own = to_float64(arg.detach()) if is_wide else arg.detach()
+            own = widened(arg.detach(), wide) if wide else arg.detach()
             if arg.requires_grad:
                 found.append(own.requires_grad_())
             else:
                 found.append(own.clone())
         return found
 
-    def run(self, call: Call, *, is_wide: bool = False, seed: int | None = None, backward_passes: int = 1) -> Rows:
+    def run(self, call: Call, *, wide: torch.dtype | None = None, seed: int | None = None, backward_passes: int = 1) -> Rows:
         """Run forward and backward once, with the random numbers of every other run.
 
         Args:
             call: takes the graph's inputs.
-            is_wide: floats are given in fp64.
+            wide: dtype that floats are given in; None: as they are.
             seed: of the random numbers; None: they go on from where they are.
             backward_passes: over one forward pass; the gradients of the last are returned.
 
         Returns:
             (name, tensor) of each output and of each gradient.
         """
-        leaves = self.leaves(is_wide=is_wide)
+        leaves = self.leaves(wide)
         with torch.enable_grad(), _same_numbers(self.args):
             if seed is not None:
                 torch.manual_seed(seed)
             outputs = _tensors(call(*leaves))
             asked = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            tangents = [to_float64(one) if is_wide else one for one in self.tangents]
+            tangents = [widened(one, wide) if wide else one for one in self.tangents]
             for left in reversed(range(backward_passes)):
                 gradients = torch.autograd.grad(
                     [output for _, output in _with_gradient(outputs)], [leaf for _, leaf in asked], tangents,
@@ -111,7 +115,7 @@ class TrainingStep:
         return [*((name, output.detach()) for name, output in outputs), *named]
 
 
-def check_gradients(ours: Rows, theirs: Rows, wide: Callable[[], Rows]) -> ModelCheck:
+def check_gradients(ours: Rows, theirs: Rows, wide: Callable[[torch.dtype], Rows]) -> ModelCheck:
     """Judge the outputs and all gradients of a rewritten graph; eager's own errors set the limits.
 
     All gradients together keep to one limit, each one to a wider one. Both are wider than the limit of a model's outputs, since a
@@ -121,17 +125,14 @@ def check_gradients(ours: Rows, theirs: Rows, wide: Callable[[], Rows]) -> Model
     Args:
         ours: what the rewritten graph returns.
         theirs: what its own ops return, with the same random numbers.
-        wide: runs the same ops in fp64, for the truth.
+        wide: runs the same ops in a dtype, for the truth: fp64, or fp32 where that does not fit and eager has 16 bits.
 
     Raises:
         LostGradient: one side has gradients that the other lacks.
     """
     if lost := {name for name, _ in ours} ^ {name for name, _ in theirs}:
         raise LostGradient(f"{min(lost)} is there on one side only")
-    try:
-        truth, oracle = wide(), "float64"
-    except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
-        truth, oracle = theirs, "eager"
+    truth, oracle = _truth(theirs, wide)
     found = check_model(ours, theirs, truth, oracle, least_factor=_SINGLE_FACTOR)
     if oracle == "eager" or not found.is_passed:
         return found
@@ -149,8 +150,22 @@ def check_gradients(ours: Rows, theirs: Rows, wide: Callable[[], Rows]) -> Model
     return replace(found, fused_rel_l2=fused, eager_rel_l2=eager, limit=limit, is_passed=False)
 
 
+def _truth(theirs: Rows, wide: Callable[[torch.dtype], Rows]) -> tuple[Rows, str]:
+    """Return a step of the same ops in a wider dtype, and the dtype's name; eager's own where there is none."""
+    widths = {row.dtype.itemsize for _, row in theirs if row.is_floating_point()}
+    for dtype in (torch.float64, torch.float32):
+        if dtype is torch.float32 and max(widths, default=8) > 2:
+            break
+        try:
+            return wide(dtype), str(dtype).removeprefix("torch.")
+        except (RuntimeError, MemoryError):  # an op without a kernel for the dtype, or no memory for one
+            pass
+        release_cached_memory()
+    return theirs, "eager"
+
+
 class WideWithSameNumbers(Wide):
-    """Runs a graph in float64, except that random ops draw what they draw in the dtypes that they were traced in.
+    """Runs a graph in a wider dtype, except that random ops draw what they draw in the dtypes that they were traced in.
 
     Attention runs in its own dtype too: that of a GPU has no float64 kernel.
     """
@@ -168,9 +183,9 @@ class WideWithSameNumbers(Wide):
         assert callable(node.target)
         found = node.target(*pytree.tree_map(narrow, args), **pytree.tree_map(narrow, kwargs))
         if node.target is torch.ops.aten.native_dropout.default:
-            value, p, mask = to_float64(args[0]), float(args[1]), found[1]
+            value, p, mask = widened(args[0], self.dtype), float(args[1]), found[1]
             return value * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-        return pytree.tree_map_only(torch.Tensor, to_float64, found)
+        return pytree.tree_map_only(torch.Tensor, lambda one: widened(one, self.dtype), found)
 
 
 def _is_attention(node: torch.fx.Node) -> bool:

@@ -240,19 +240,19 @@ class TrainedGraph:
                 half, args = given.pop(0)
                 half.optimise(args)
 
-    def _wide(self, step: TrainingStep) -> Rows:
-        """Run the ops as the model calls them in fp64."""
+    def _wide(self, step: TrainingStep, dtype: torch.dtype) -> Rows:
+        """Run the ops as the model calls them in a wider dtype."""
         assert self._traced is not None
-        return step.run(self._drops(Wide(self._traced).run), is_wide=True, seed=_SEED)
+        return step.run(self._drops(Wide(self._traced, dtype).run), wide=dtype, seed=_SEED)
 
-    def _wide_halves(self, step: TrainingStep) -> Rows:
-        """Run both passes as they were traced in fp64, with the random numbers that the narrow ops draw."""
-        return self._run_plain(step, lambda graph: WideWithSameNumbers(graph).run, is_wide=True)
+    def _wide_halves(self, step: TrainingStep, dtype: torch.dtype) -> Rows:
+        """Run both passes as they were traced in a wider dtype, with the random numbers that the narrow ops draw."""
+        return self._run_plain(step, lambda graph: WideWithSameNumbers(graph, dtype).run, dtype)
 
-    def _run_plain(self, step: TrainingStep, instead: Callable[[GraphModule], Call], *, is_wide: bool = False) -> Rows:
+    def _run_plain(self, step: TrainingStep, instead: Callable[[GraphModule], Call], wide: torch.dtype | None = None) -> Rows:
         """Run both passes of the graph as dynamo captured it, with other calls in their place."""
         with self._plain.instead(instead):
-            return step.run(self._drops(self._plain.call), is_wide=is_wide, seed=_SEED)
+            return step.run(self._drops(self._plain.call), wide=wide, seed=_SEED)
 
     def _compared(self, before: Call, after: Call, step: TrainingStep) -> Comparison:
         """Time two ways to run a step in turn."""

@@ -101,15 +101,29 @@ def test_both_are_tried_and_a_failure_warns_only_where_nothing_is_left(monkeypat
     results = {
         "F1": {"triton": trial("triton", 5_000), "cuda": trial("cuda", 0, Status.BUILD_FAILED)},
         "F2": {"triton": trial("triton", 0, Status.WRONG_NUMBERS), "cuda": trial("cuda", 0, Status.BUILD_FAILED)},
+        "F3": {"triton": torch.OutOfMemoryError("of logits"), "cuda": torch.OutOfMemoryError("of logits")},
+        "F4": {"triton": torch.OutOfMemoryError("of logits"), "cuda": trial("cuda", 5_000)},
     }
-    monkeypatch.setattr(selection, "try_fusion", lambda bench, planned, *, backend, **_: results[planned.id][backend])
+
+    def tried(bench, planned, *, backend, **_):
+        found = results[planned.id][backend]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(selection, "try_fusion", tried)
     bench = SimpleNamespace(on_cuda=True, observe=lambda fusions: None)
-    fusions = [SimpleNamespace(id=name, match=SimpleNamespace(kernel="rmsnorm"), program=None) for name in results]
+    match, chain = (
+        SimpleNamespace(kernel="rmsnorm"),
+        SimpleNamespace(id="C1", sites=(SimpleNamespace(source_file="", source_line=0),), launches=2),
+    )
+    fusions = [SimpleNamespace(id=name, match=match, program=None, chain=chain, sites=(), rows=()) for name in results]
     told = Told()
     options = ApplyOptions(backend=FASTEST, run_dir=tmp_path)
     found, built = try_all(bench, SimpleNamespace(fusions=fusions), options, told, lambda _: None)
-    assert [fusion.status for fusion in found] == [Status.PLANNED, Status.WRONG_NUMBERS]
-    assert [one.kernel.backend for one in built] == ["triton"]
+    assert [fusion.status for fusion in found] == [Status.PLANNED, Status.WRONG_NUMBERS, Status.NOT_REPLACED, Status.PLANNED]
+    assert found[2].reason == selection.NO_MEMORY
+    assert [one.kernel.backend for one in built] == ["triton", "cuda"]
     assert [text.partition(":")[0] for text in told.notes] == ["F1 rmsnorm in cuda"]
     assert [text.partition(":")[0] for text in told.warnings] == ["F2 rmsnorm in triton", "F2 rmsnorm in cuda"]
 

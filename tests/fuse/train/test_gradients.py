@@ -25,7 +25,7 @@ TRUTH = [(f"gradient {n}", torch.randn(500, generator=seeded(n), dtype=torch.flo
 
 @pytest.mark.parametrize(("scale", "is_passed"), [(1e-5, True), (1.9e-5, True), (2.1e-5, False)])
 def test_all_gradients_together_keep_to_twice_eagers_error(scale, is_passed):
-    found = check_gradients(rows(scale, 1), rows(1e-5, 2), lambda: TRUTH)
+    found = check_gradients(rows(scale, 1), rows(1e-5, 2), lambda _: TRUTH)
     assert found.is_passed is is_passed and found.oracle == "float64"
     assert is_passed or "all gradients together" in found.limit
 
@@ -34,20 +34,33 @@ def test_all_gradients_together_keep_to_twice_eagers_error(scale, is_passed):
 def test_one_gradient_keeps_to_four_times(times, is_passed):
     ours = rows(1e-5, 1)
     ours[7] = rows(times * 1e-5, 1)[7]
-    assert check_gradients(ours, rows(1e-5, 2), lambda: TRUTH).is_passed is is_passed
+    assert check_gradients(ours, rows(1e-5, 2), lambda _: TRUTH).is_passed is is_passed
 
 
 def test_a_gradient_that_is_missing_is_said():
     with pytest.raises(LostGradient, match="gradient 29"):
-        check_gradients(rows(1e-5, 1)[:-1], rows(1e-5, 2), lambda: TRUTH)
+        check_gradients(rows(1e-5, 1)[:-1], rows(1e-5, 2), lambda _: TRUTH)
 
 
 def test_without_a_truth_both_sides_are_compared():
-    def none():
-        raise RuntimeError("no kernel for float64")
+    def none(dtype):
+        raise RuntimeError(f"no kernel for {dtype}")
 
     assert check_gradients(rows(0.0, 1), rows(0.0, 1), none).oracle == "eager"
     assert not check_gradients(rows(1e-3, 1), rows(0.0, 1), none).is_passed
+
+
+@pytest.mark.parametrize(("dtype", "oracle"), [(torch.bfloat16, "float32"), (torch.float32, "eager")])
+def test_where_fp64_does_not_fit_fp32_is_the_truth_of_16_bits(dtype, oracle):
+    def narrower(wide):
+        if wide == torch.float64:
+            raise torch.OutOfMemoryError("of activations")
+        return [(name, row.to(wide)) for name, row in TRUTH]
+
+    ours, theirs = ([(name, row.to(dtype)) for name, row in rows(1e-2, seed)] for seed in (1, 2))
+    assert check_gradients(ours, theirs, narrower).oracle == oracle
+    spoilt = [*ours[:-1], (ours[-1][0], 2 * ours[-1][1])]
+    assert not check_gradients(spoilt, theirs, narrower).is_passed
 
 
 def test_a_step_leaves_weights_and_random_numbers_alone():
