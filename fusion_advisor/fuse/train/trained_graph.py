@@ -46,7 +46,8 @@ class Outcome:
     Attributes:
         reason: why it runs its own ops; empty where both passes run as they were rewritten.
         check: of its outputs and gradients; None where nothing was rewritten or the check could not be made.
-        step_rows: of rewrites of the whole step: its losses where they have large logits, its memory budget where there is one.
+        step_rows: of rewrites of the whole step: its losses where they have large logits, attention's masks where one was tried
+            as a flag, its memory budget where there is one.
     """
 
     reason: str = ""
@@ -134,7 +135,7 @@ class TrainedGraph:
             try:
                 self.outcome = self._judged(args)
             except torch.cuda.OutOfMemoryError:
-                self.outcome = Outcome(_NO_MEMORY)
+                self.outcome = Outcome(_NO_MEMORY, step_rows=self._flag_rows)
             finally:
                 numbers.restore()
             self._call = self._chosen(self.outcome)

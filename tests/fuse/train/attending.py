@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -43,7 +45,11 @@ def open_to_all(x):
     return (queries >= 0) & (keys >= 0)
 
 
-MASKS = {one.__name__: one for one in (causal, windowed, of_input, written, additive, open_to_all)}
+def alternating(x):
+    return windowed(x), causal(x)
+
+
+MASKS = {one.__name__: one for one in (causal, windowed, of_input, written, additive, open_to_all, alternating)}
 
 
 class Attends(nn.Module):
@@ -56,8 +62,9 @@ class Attends(nn.Module):
         self.outer = nn.ModuleList(nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(layers))
 
     def forward(self, x):
-        mask = self.mask(x)
-        for inner, outer in zip(self.inner, self.outer, strict=True):
+        made = self.mask(x)
+        masks = itertools.cycle(made if isinstance(made, tuple) else (made,))
+        for inner, outer, mask in zip(self.inner, self.outer, masks, strict=False):
             whole = inner(x).view(*x.shape[:2], -1, WIDTH).transpose(1, 2)
             q, k, v = whole.split([HEADS, self.kv_heads, self.kv_heads], dim=1)
             k, v = (self.repeated(one) for one in (k, v))

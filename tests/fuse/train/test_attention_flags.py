@@ -100,6 +100,13 @@ def test_a_mask_that_says_more_than_a_flag_stays(mask):
     assert {one[1:] for one in attention(backend)} == {(False, shape(HEADS), True)}
 
 
+def test_where_layers_alternate_between_two_masks_each_keeps_its_own():
+    model, plain, compiled, backend = made(mask="alternating", layers=4)
+    torch.testing.assert_close(step(compiled, rows()), step(plain, rows()))
+    compare(gradients(model), gradients(plain))
+    assert [one[1:] for one in attention(backend)[:4]] == 2 * [(False, shape(HEADS), True), (True, shape(KV_HEADS), False)]
+
+
 @pytest.mark.parametrize(("mask", "causal"), [("additive", True), ("open_to_all", False)])
 def test_additive_masks_and_masks_that_hide_nothing_are_dropped_too(mask, causal):
     model, plain, compiled, backend = made(mask=mask, kv_heads=HEADS)
