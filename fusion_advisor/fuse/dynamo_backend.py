@@ -42,6 +42,7 @@ from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.train.columns_last import sink_column_sums
+from fusion_advisor.fuse.train.flag_trial import try_flags
 from fusion_advisor.fuse.train.freed_arguments import FreeingCall
 from fusion_advisor.fuse.train.gradient_parts import split_norm_gradients
 from fusion_advisor.fuse.train.journal import Journal
@@ -337,10 +338,12 @@ def fuse_graph(
                 optimiser=functools.partial(optimiser, check=None), names=_given_names, training_pass=training_pass,
             )  # fmt: skip
 
+        traced = _differentiable(graph_module)
+        flagged = try_flags(graph_module, traced, options)
         return trained(
-            graph_module, example_inputs, traced=_differentiable(graph_module), options=options, half=half,
+            graph_module, example_inputs, traced=traced, options=options, half=half,
             names=functools.partial(given, graph_module), unfused=functools.partial(_unfused, graph_module),
-            losses=_loss_plan(graph_module, options),
+            losses=_loss_plan(flagged.module, options), flagged=flagged,
         )  # fmt: skip
     if dynamo.gives_gradients(graph_module):
         return _unfused(graph_module, OWN_GRADIENTS)

@@ -20,6 +20,7 @@ from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite import device_memory
 from fusion_advisor.fuse.train import step_parts
+from fusion_advisor.fuse.train.step_flops import step_flops
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, Report, StepMemory, StepParts, Timing, Training
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.runtime.torch_internals import module_call
@@ -125,7 +126,7 @@ def _parts(
     ((forward_ns, backward_ns),) = step_parts.pass_times([own], loaded.args, loaded.kwargs, lambda _: step, how)
     return StepParts(
         forward_before_ns=forward_ns, backward_before_ns=backward_ns, method=how.timer.method, optimizer=optimizer,
-        optimizer_note=note, tokens=tokens, token_word=word, flops=step_parts.step_flops(step),
+        optimizer_note=note, tokens=tokens, token_word=word, flops=step_flops(step),
     )  # fmt: skip
 
 

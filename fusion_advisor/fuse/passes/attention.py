@@ -10,6 +10,7 @@ assumed here: the mask is evaluated, which is only possible because it depends o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,13 +54,24 @@ def mask_meanings(graph: Graph, region: Region) -> dict[Node, str]:
         graph: the region's, or a copy of it.
         region: holds the literals of the model's own code.
     """
+    masks = constant_masks(graph, region)
+    meaning = {id(mask): meaning_of(mask) for mask in masks.values()}
+    found = {node: meaning[id(mask)] for node, mask in masks.items()}
+    return {node: text for node, text in found.items() if text is not None}
+
+
+def constant_masks(graph: Graph, region: Region) -> dict[Node, torch.Tensor]:
+    """Return the masks that depend on no input, by the attention calls that read them; calls with one mask share its tensor.
+
+    Args:
+        graph: the region's, or a copy of it.
+        region: holds the literals of the model's own code.
+    """
     calls = masked_calls(graph)
     literals = literals_of(graph, region)
     foldable = foldable_nodes(graph, literals)
-    masks = [mask for mask in dict.fromkeys(calls.values()) if mask in foldable]
-    meaning = {mask: meaning_of(value) for mask, value in evaluate(masks, literals).items()}
-    found = {node: meaning.get(mask) for node, mask in calls.items()}
-    return {node: text for node, text in found.items() if text is not None}
+    values = evaluate([mask for mask in dict.fromkeys(calls.values()) if mask in foldable], literals)
+    return {node: values[mask] for node, mask in calls.items() if mask in values}
 
 
 def share_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
@@ -100,7 +112,7 @@ def group_query_heads(graph: Graph, _region: Region, _constants: dict[str, torch
     for node in graph.nodes:
         if node.target is not ATTENTION or node.kwargs.get("enable_gqa"):
             continue
-        key, value = _unrepeated(attention_argument(node, "key")), _unrepeated(attention_argument(node, "value"))
+        key, value = unrepeated(attention_argument(node, "key")), unrepeated(attention_argument(node, "value"))
         if key is None or value is None:
             if _shares_one_head(node):
                 node.kwargs = {**node.kwargs, "enable_gqa": True}
@@ -211,7 +223,7 @@ def meaning_of(mask: torch.Tensor) -> str | None:
     return "causal" if queries == keys and bool((allowed == causal).all()) else None
 
 
-def _unrepeated(node: object) -> Node | None:
+def unrepeated(node: object) -> Node | None:
     """Return k for ``reshape(expand(unsqueeze(k, 2), (B, H, n, S, D)), (B, H·n, S, D))``; None for anything else."""
     if not isinstance(node, Node) or node.target not in (torch.ops.aten.reshape.default, torch.ops.aten.view.default):
         return None
@@ -224,10 +236,20 @@ def _unrepeated(node: object) -> Node | None:
     source = unsqueezed.args[0]
     if not isinstance(source, Node):
         return None
-    before, wide, after = (item.meta["val"].shape for item in (source, expanded, node))
+    shapes = [item.meta["val"].shape for item in (source, expanded, node)]
+    return source if is_repeat_of_heads(*shapes) else None
+
+
+def is_repeat_of_heads(before: Sequence[int], wide: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether shapes are of KV heads, the same n times in a dim of their own, and n times as many heads.
+
+    Args:
+        before: (B, H, S, D).
+        wide: (B, H, n, S, D).
+        after: (B, H·n, S, D).
+    """
     is_repeat = len(before) == 4 and len(wide) == 5 and len(after) == 4 and after[1] == before[1] * wide[2]
-    same = after[0] == before[0] and after[2:] == before[2:] and wide[:2] == before[:2] and wide[3:] == before[2:]
-    return source if is_repeat and same else None
+    return is_repeat and after[0] == before[0] and after[2:] == before[2:] and wide[:2] == before[:2] and wide[3:] == before[2:]
 
 
 def _dropped_masks_ns(effect: PassEffect) -> int:

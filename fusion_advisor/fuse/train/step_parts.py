@@ -1,4 +1,4 @@
-"""Times the parts of a training step by themselves, and counts the work that a step does.
+"""Times the parts of a training step by themselves, and counts what a step trains on.
 
 The forward pass runs with its loss and without a backward pass. An optimizer runs over copies of the trained parameters, so that
 no weight of the model is written.
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_advisor.capture.training import loss_of
 from fusion_advisor.records import Finding, OptimizerTime
@@ -82,21 +81,6 @@ def pass_times(
     times = interleave(candidates, rounds=how.rounds, budget_s=how.budget_s, on_cuda=False, timer=how.timer)
     medians = [round(statistics.median(own)) for own in times]
     return [(first, max(whole - first, 0)) for first, whole in zip(medians[::2], medians[1::2], strict=True)]
-
-
-def step_flops(step: Callable[[], object]) -> int:
-    """Return the floating-point operations of a step's matrix products, convolutions and attention; 0 where torch cannot count.
-
-    Args:
-        step: both passes of the model's own ops.
-    """
-    counter = FlopCounterMode(display=False)
-    try:
-        with counter:
-            step()
-    except (RuntimeError, NotImplementedError, TypeError):  # a tensor class or an op that does not run under a dispatch mode
-        return 0
-    return counter.get_total_flops()
 
 
 def tokens_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, str]:

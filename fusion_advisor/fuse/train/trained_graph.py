@@ -4,7 +4,8 @@ Both passes are AOTAutograd's graphs. Each is optimised like a graph that only i
 gradients of its outputs. Then the step with both is compared with the graph's own ops under autograd: outputs and all gradients
 against fp64, and the time of forward and backward together. A step that is not right or not faster runs the graph's own ops.
 
-Losses whose logits nobody else reads are computed in chunks first (``fuse.loss``), in a graph of their own with two passes of its
+Attention's masks that say no more than a flag are flags from the start (``flag_trial``): both passes are traced without them.
+Losses whose logits nobody else reads are computed in chunks (``fuse.loss``), in a graph of their own with two passes of its
 own.
 """
 
@@ -25,6 +26,7 @@ from fusion_advisor.fuse.loss.budget import row_of_budget
 from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, judged
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.train.both_passes import BothPasses, Half
+from fusion_advisor.fuse.train.flag_trial import FlaggedGraph
 from fusion_advisor.fuse.train.gradients import LostGradient, Rows, TrainingStep, WideWithSameNumbers, check_gradients
 from fusion_advisor.records import GraphRewrite, ModelCheck, Status
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
@@ -44,7 +46,8 @@ class Outcome:
     Attributes:
         reason: why it runs its own ops; empty where both passes run as they were rewritten.
         check: of its outputs and gradients; None where nothing was rewritten or the check could not be made.
-        step_rows: of rewrites of the whole step: its losses where they have large logits, its memory budget where there is one.
+        step_rows: of rewrites of the whole step: its losses where they have large logits, attention's masks where one was tried
+            as a flag, its memory budget where there is one.
     """
 
     reason: str = ""
@@ -72,6 +75,7 @@ class TrainedGraph:
         timer: of steps; None: the one of the device.
         check: compares outputs and gradients.
         losses: what can be done to its losses; None where none has large logits.
+        flagged: the graph after the trial of flags in place of masks, which ``losses`` are of too; None where there was none.
         compare: times two ways to run a step in turn; None: by ``timer``.
 
     Attributes:
@@ -93,15 +97,18 @@ class TrainedGraph:
         timer: HostTimer | None = None,
         check: Callable[..., ModelCheck] = check_gradients,
         losses: LossPlan | None = None,
+        flagged: FlaggedGraph | None = None,
         compare: Callable[[Call, Call], Comparison] | None = None,
     ) -> None:
         self._original, self._traced, self._names, self._options = graph_module, traced, names, options
         self._unfused, self._timer, self._check, self._losses = unfused, timer, check, losses
         self._compare = compare
         self._budget = options.memory_budget
-        self._plain = self._passes = self._base = BothPasses(graph_module, inputs, half)
+        self._flag_rows = () if flagged is None else flagged.rows
+        first = graph_module if flagged is None else flagged.module
+        self._plain = self._passes = self._base = BothPasses(first, inputs, half)
         if self._budget < 1:
-            self._passes = self._base = BothPasses(graph_module, inputs, half, self._budget)
+            self._passes = self._base = BothPasses(first, inputs, half, self._budget)
         self._drops: Callable[[Call], Call] = lambda call: call
         """Makes a call that returns the logits return None in their place, where that is so of the passes in use."""
         self._chunked = BothPasses(losses.chunked.module, inputs, half, self._budget) if losses and losses.chunked else None
@@ -128,7 +135,7 @@ class TrainedGraph:
             try:
                 self.outcome = self._judged(args)
             except torch.cuda.OutOfMemoryError:
-                self.outcome = Outcome(_NO_MEMORY)
+                self.outcome = Outcome(_NO_MEMORY, step_rows=self._flag_rows)
             finally:
                 numbers.restore()
             self._call = self._chosen(self.outcome)
@@ -148,7 +155,7 @@ class TrainedGraph:
         if self._chunked is not None and row is not None:
             row = self._with_losses(row, args)
         is_chunked = row is not None and row.status is Status.KEPT
-        rows = () if row is None else (row,)
+        rows = self._flag_rows if row is None else (row, *self._flag_rows)
         if self._budget < 1:
             peaks = self._plain.peak_bytes(lambda _: 0), self._base.peak_bytes(lambda _: 0)
             rows = (*rows, row_of_budget(self._budget, *peaks))

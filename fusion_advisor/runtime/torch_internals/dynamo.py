@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -167,13 +167,34 @@ def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
     return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit * 8))
 
 
+class _Ignored(dict[Any, Any]):
+    """Functions, for a value of dynamo's configuration that is asked for its members; written as JSON it is ``{}``.
+
+    Torch 2.11 writes its configuration as JSON after each graph. A set of functions fails there: no metrics of the compilation
+    are kept, and forty lines of a traceback go to the terminal.
+
+    Args:
+        functions: the members.
+    """
+
+    def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = tuple(functions)
+
+    def __contains__(self, one: object) -> bool:
+        return one in self._functions
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._functions)
+
+
 def without_repeated_warnings() -> contextlib.AbstractContextManager[Any]:
     """Let dynamo trace past ``logger.warning_once``, which transformers gives to every logger; it would end the graph there.
 
     GPT-2's loss calls it in every step: without this its loss would be a graph of its own.
     """
     once = getattr(logging.Logger, "warning_once", None)
-    return torch._dynamo.config.patch(ignore_logger_methods=set() if once is None else {once})
+    return torch._dynamo.config.patch(ignore_logger_methods=_Ignored([] if once is None else [once]))
 
 
 def no_collection() -> contextlib.AbstractContextManager[Any]:

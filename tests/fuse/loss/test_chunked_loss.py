@@ -180,3 +180,34 @@ def test_no_tensor_has_all_logits(dtype):
         gradients_again(torch.ones(()), hidden, weight, None, labels, form, every)
     # A quarter of the rows in fp32.
     assert forward.largest == backward.largest == rows // 4 * columns * 4
+
+
+class Products(TorchDispatchMode):
+    """Notes the rows of every operand and result of a product, as strides in bytes, and how wide the softmax is."""
+
+    def __init__(self):
+        super().__init__()
+        self.strides, self.widths, self.products = [], [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.out):
+            self.products += 1
+            self.strides += [max(one.stride()) * one.itemsize for one in (*args, result) if one.dim() == 2]
+        if func is torch.ops.aten._log_softmax.default:
+            self.widths.append(int(torch.isfinite(result[0]).sum()))
+        return result
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_three_products_of_an_odd_vocabulary_have_aligned_rows(dtype, has_bias):
+    hidden, weight, bias, labels = operands(dtype, has_bias=has_bias)
+    form = Form(dtype=dtype, rows=16)
+    with Products() as own:
+        eager(hidden, weight, bias, labels)
+    assert any(one % 16 for one in own.strides)
+    with Products() as ours:
+        gradients_again(torch.ones(()), hidden, weight, bias, labels, form, (True, True, has_bias))
+    assert ours.products == 3 * 3 and not any(one % 16 for one in ours.strides)  # in each of three chunks
+    assert set(ours.widths) == {COLUMNS}  # what pads the rows is no part of the softmax

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import subprocess
 import sys
 
@@ -56,6 +57,22 @@ def test_a_logger_that_warns_once_ends_no_graph():
         counts.append(len(graphs))
     torch.compiler.reset()
     assert counts == [2, 1]
+
+
+def test_dynamo_keeps_the_metrics_of_a_graph_in_which_warnings_are_passed_over(caplog):
+    logger = logging.get_logger("fusion_advisor.tests")
+
+    def warned(x):
+        logger.warning_once("said once")
+        return x * 2
+
+    torch.compiler.reset()
+    with caplog.at_level("ERROR", "torch._dynamo"), dynamo.without_repeated_warnings():
+        torch.compile(warned, backend="eager", dynamic=False)(torch.ones(2))
+        written = torch._dynamo.utils._get_dynamo_config_for_logging()
+    torch.compiler.reset()
+    assert json.loads(written)["recompile_limit"] == torch._dynamo.config.recompile_limit
+    assert [record.message for record in caplog.records] == []
 
 
 def test_what_the_first_compile_would_load_is_loaded():
