@@ -24,6 +24,9 @@ from fusion_advisor.errors import AdvisorError, NotUnderTorchrun, RankFailed, Ra
 from fusion_advisor.ranks.watchdog import DEAD_S, Failure, Watchdog
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_NOTHING = "nothing"
+_MOST_SHOWN = 200
+"""Characters of a text that ranks exchange, and that a message shows."""
 _SLICE = timedelta(seconds=1)
 """Of waiting, between two looks at what the watchdog found."""
 _COLLECTIVE = timedelta(seconds=25)
@@ -100,11 +103,26 @@ class Ranks:
         Raises:
             RanksDiffer: with the first rank that has another text.
         """
-        short = value if len(value) <= 200 else hashlib.sha256(value.encode()).hexdigest()[:12]
-        texts = self.gather(what, short)
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                raise RanksDiffer(rank=rank, what=what, detail=f"`{text}`, not `{texts[0]}`")
+        self.agree_entries(what, {"": value})
+
+    def agree_entries(self, what: str, entries: Mapping[str, str]) -> None:
+        """Go on only where all ranks have equal texts under equal names.
+
+        Args:
+            what: the entries make up, for the message.
+            entries: by name; long ones are exchanged as digests.
+
+        Raises:
+            RanksDiffer: with the first entry in which a rank differs from rank 0.
+        """
+        told = self.gather(what, {name: _short(text) for name, text in entries.items()})
+        first = told[0]
+        for rank, theirs in enumerate(told):
+            for name in (*first, *(name for name in theirs if name not in first)):
+                found, expected = theirs.get(name, _NOTHING), first.get(name, _NOTHING)
+                if found != expected:
+                    where = f"{name}: " if name else ""
+                    raise RanksDiffer(rank=rank, what=what, detail=f"{where}`{found}`, not `{expected}`")
 
     def _wait_for(self, key: str) -> bytes:
         self.watchdog.waits(is_waiting=True)
@@ -181,6 +199,10 @@ class Ranks:
         self.gather("end", None)
         self.watchdog.stop()
         dist.destroy_process_group()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def failed(failure: Failure) -> RankFailed:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.autotune.tune import Tuned, best_tuning
+from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.step_profile import walls
@@ -86,6 +87,7 @@ def instruments_of(ranks: Ranks, *, on_cuda: bool, on_capture: Callable[[Capture
         rested_walls=no_rested_walls,
         memory_bytes=free,
         settled_capture=settled,
+        settled_step=functools.partial(agreed_step, ranks),
         tune=functools.partial(agreed_tuning, ranks),
         worst=functools.partial(worst_problem, ranks),
         rest=0.0,
@@ -126,6 +128,20 @@ def agreed_capture(ranks: Ranks, own: Capture) -> Capture:
     for number, name in enumerate(("launches", "eager_launches")):
         first[name] = without_waiting(first[name], [each[number] for each in told])
     return replace(own, **first)
+
+
+def agreed_step(ranks: Ranks, own: Step) -> Step:
+    """Return rank 0's traced step, in which ops between ranks take what they take on the rank that comes last.
+
+    Each rank's own trace would tell it something else of the rewritten step, and one rank would revert what another one keeps.
+
+    Args:
+        ranks: of the run.
+        own: this rank's.
+    """
+    told = ranks.gather("times between ranks of the rewritten step", _between_ns(own.launches))
+    first: Step = ranks.first("times of the rewritten step", own)
+    return replace(first, launches=without_waiting(first.launches, told))
 
 
 def _between_ns(launches: Sequence[Launch]) -> tuple[int, ...]:

@@ -186,7 +186,7 @@ def apply_on_ranks(
     instruments = instruments_of(ranks, on_cuda=loaded.record.device != "cpu", on_capture=own.append)
 
     def told(report: Report) -> None:
-        ranks.agree("the plan", plan_text(report))
+        ranks.agree_entries("the plan", plan_entries(report))
         on_report(report)
 
     applied = apply_workload(
@@ -194,7 +194,7 @@ def apply_on_ranks(
         linear_kernels=_no_linear_kernels,
     )  # fmt: skip
     try:
-        ranks.agree("the plan", plan_text(applied.report))
+        ranks.agree_entries("the plan", plan_entries(applied.report))
         applied.report = with_ranks(applied.report, ranks, own[-1])
     except BaseException:
         applied.revert()
@@ -206,15 +206,20 @@ def _no_linear_kernels(*_: object, **__: object) -> None:
     """Return no kernels of linears: each is chosen by times of one GPU."""
 
 
-def plan_text(report: Report) -> str:
-    """Return what a run puts into a model: rewrites with their verdicts, kernels with their source and launch parameters."""
-    rows: list[object] = [[one.id, one.kernel, one.status, _kernels(one)] for one in report.fusions]
-    rows += [[one.id, one.status, one.sites] for one in report.rewrites]
-    return json.dumps(rows)
-
-
-def _kernels(fusion: Any) -> list[object]:
-    return [[one.name, one.backend, one.source, encode(one.parameters)] for one in fusion.rendered]
+def plan_entries(report: Report) -> dict[str, str]:
+    """Return what a run puts into a model, by name: verdicts on rewrites, kernels' sources, launch parameters."""
+    found: dict[str, str] = {}
+    for fusion in report.fusions:
+        name = f"{fusion.id} {fusion.kernel}"
+        found[name] = fusion.status
+        for number, kernel in enumerate(fusion.rendered, start=1):
+            which = f"{name}, kernel {number}"
+            found[which] = f"{kernel.name} in {kernel.backend}"
+            found[f"launch parameters of {which}"] = json.dumps(encode(kernel.parameters))
+            found[f"source of {which}"] = kernel.source
+    for rewrite in report.rewrites:
+        found[rewrite.id] = f"{rewrite.status}, {rewrite.sites} sites"
+    return found
 
 
 def with_ranks(report: Report, ranks: Ranks, own: Capture) -> Report:
