@@ -63,6 +63,22 @@ def test_split_and_fused_outputs_are_those_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_whose_clocks_differ_come_to_one_plan():
+    done = run("tests.ranks.skewed", cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    runs = {(one["keep"], one["rank"]): one for one in told}
+    assert sorted(runs) == [("paying", 0), ("paying", 1), ("verified", 0), ("verified", 1)], done.stdout
+    for keep in ("paying", "verified"):
+        assert runs[keep, 0]["plan"] == runs[keep, 1]["plan"] and runs[keep, 0]["reasons"] == runs[keep, 1]["reasons"]
+    plan = runs["verified", 0]["plan"]
+    assert plan["merge-gemms"] == "kept, 4 sites"
+    parameters = [text for name, text in plan.items() if name.startswith("launch parameters")]
+    # Two kernels are built anew on the layouts of merged GEMMs; theirs are rank 0's choice, too.
+    assert len(parameters) >= 5 and {json.loads(text)["block_cols"] for text in parameters} == {64}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["load", "profile", "fusions"])
 def test_a_rank_that_is_killed_ends_the_run_on_all(phase, tmp_path):
     done = run("tests.ranks.killed", phase, cwd=ROOT, RUN_FOLDER=str(tmp_path / "out"))
