@@ -29,6 +29,9 @@ from fusion_advisor.records import Capture, Launch, ModelCheck, OpNode, Timing
 from fusion_advisor.timing.clock_sampler import Gauge, Watch
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
 
+COMPILED_S = 600.0
+"""For so long ranks wait for one that compiles the step with torch.compile: 28 layers take minutes on a busy host."""
+
 
 class AgreedTimer:
     """A timer whose readings are equal on all ranks.
@@ -97,6 +100,7 @@ def instruments_of(
         settled_step=settled_step,
         tune=functools.partial(agreed_tuning, ranks, measured.tune or best_tuning),
         worst=functools.partial(worst_problem, ranks),
+        exchange=functools.partial(ranks.gather, patience_s=COMPILED_S),
         rest=0.0,
     )
 

@@ -180,14 +180,13 @@ def apply_on_ranks(
     Args:
         ranks: of the run.
         loaded: from :func:`placed`.
-        options: how to measure and decide. No CUDA graph is recorded, nothing is remembered, and no other way to run the step is
-            compared.
+        options: how to measure and decide. No CUDA graph of ours is recorded, and nothing is remembered.
         progress: of this rank.
         on_report: given the report so far.
         measured: what this rank measures by itself; all ranks decide by the same of it.
     """
     own: list[Capture] = []
-    options = replace(options, graph=False, remembers=False, compile=False, baseline="eager")
+    options = replace(options, graph=False, remembers=False)
     on_cuda = loaded.record.device != "cpu"
     instruments = instruments_of(ranks, on_cuda=on_cuda, on_capture=own.append, measured=measured)
 

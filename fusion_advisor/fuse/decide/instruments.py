@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ class Instruments:
         settled_step: given the traced step with all that stays in it, returns the one that the report and the last gate read.
         tune: chooses a kernel's launch parameters; None: this process by itself.
         worst: given what is wrong with a kernel, or an empty text, returns what counts.
+        exchange: given what is exchanged and a value, returns the values of all ranks; None: one process runs the step.
         rest: idle time ahead of each timed run of a step, as a multiple of the run before it; None: found out.
     """
 
@@ -63,6 +64,7 @@ class Instruments:
     settled_step: Callable[[Step], Step] = as_it_is
     tune: Callable[..., Tuned] | None = None
     worst: Callable[[str], str] = as_it_is
+    exchange: Callable[[str, Any], Sequence[Any]] | None = None
     rest: float | None = None
 
     def with_effort(self, effort: Effort) -> Instruments:
