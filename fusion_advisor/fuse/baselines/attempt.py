@@ -8,9 +8,11 @@ What fails on one rank is given up on all, with that rank's reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fusion_advisor.fuse.baselines.liger import NotAvailable
+from fusion_advisor.timing.deadline import deadline
 
 Exchange = Callable[[str, Any], Sequence[Any]]
 """Given what is exchanged and this rank's value, returns the values of all ranks."""
@@ -26,13 +28,15 @@ class Attempt:
     Args:
         name: of the way, as in the table.
         exchange: with the other ranks; None: there are none.
+        limit_s: seconds that making the call, and compiling a graph, may take on ranks; None: they are waited for.
     """
 
-    def __init__(self, name: str, exchange: Exchange | None) -> None:
+    def __init__(self, name: str, exchange: Exchange | None, limit_s: float | None = None) -> None:
         self.problem = ""
         self.is_shared = exchange is not None
         self._name = name
         self._exchange = exchange
+        self._limit_s = limit_s
         self._lost: BaseException | None = None
 
     def passed(self, stage: str) -> None:
@@ -63,6 +67,14 @@ class Attempt:
             self._tell("failed", reason)
         return self.problem or reason
 
+    def limited(self) -> AbstractContextManager[None]:
+        """Leave what is inside after the limit, on ranks; it holds no collective, so that no other rank is left in one.
+
+        Raises:
+            TimeIsUp: from within.
+        """
+        return deadline(self._limit_s) if self.is_shared and self._limit_s is not None else nullcontext()
+
     def compiling(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
         """Return a backend of torch.compile that hands a graph out when all ranks have compiled theirs.
 
@@ -71,7 +83,8 @@ class Attempt:
         """
 
         def backend(graph: Any, inputs: Any) -> Any:
-            compiled = compiler(graph, inputs)
+            with self.limited():
+                compiled = compiler(graph, inputs)
             self.passed("compiled a graph")
             return compiled
 

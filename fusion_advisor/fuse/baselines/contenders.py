@@ -242,7 +242,8 @@ def measure_all(
         needed_bytes=needed_bytes, on_cuda=on_cuda, runs=runs, budget_s=budget_s, least_s=least_s, traced_steps=traced_steps,
         rewind=rewind, instruments=instruments,
     )  # fmt: skip
-    in_order = sorted(contenders, key=lambda one: not one.is_required)
+    # On ranks compilers come first: a step with collectives that a CUDA graph cannot hold may end the run.
+    in_order = sorted(contenders, key=lambda one: (not one.is_required, instruments.exchange is not None and not one.is_compiled))
     failed: dict[str, Baseline] = {}
     ready: list[_Ready] = []
     # What each of them holds is asked for after a full collection, twice: 4 of them ahead of the answer.
@@ -303,17 +304,19 @@ def _timed_in_turn(ready: Sequence[_Ready], how: _How, *, is_last: bool = False)
 def _made_ready_or_why_not(contender: Contender, ready: Sequence[_Ready], how: _How) -> _Ready | str:
     """Make a contender ready within its time limit, or say in one sentence why it is not; one that is required must succeed.
 
-    Ranks make it ready together, without a limit: a rank that were interrupted between two collectives would lose the others.
+    Ranks make it ready together, and only its making and compiling are limited: what is interrupted between two collectives would
+    leave the other ranks there.
     """
-    attempt = Attempt(contender.name, None if contender.is_required else how.instruments.exchange)
-    limit_s = max([_LEAST_LIMIT_S, *(_TIMES_ANOTHER * one.first_call_s for one in ready if one.contender.is_compiled)])
+    longest_s = max([_LEAST_LIMIT_S, *(_TIMES_ANOTHER * one.first_call_s for one in ready if one.contender.is_compiled)])
+    limit_s = None if contender.limit_s is None else contender.limit_s or longest_s
+    attempt = Attempt(contender.name, None if contender.is_required else how.instruments.exchange, limit_s)
     try:
-        with nullcontext() if contender.limit_s is None or attempt.is_shared else deadline(contender.limit_s or limit_s):
+        with nullcontext() if limit_s is None or attempt.is_shared else deadline(limit_s):
             made = _made_ready(contender, how, attempt)
         attempt.passed("ready")
         return made
     except TimeIsUp:
-        return f"it was not ready after {contender.limit_s or limit_s:.0f} s and was given up"
+        return attempt.failed(f"it was not ready after {limit_s:.0f} s and was given up")
     except Exception as error:  # compilers and peers raise what they like; the row says what it was
         if contender.is_required:
             raise
@@ -331,7 +334,8 @@ def _made_ready(contender: Contender, how: _How, attempt: Attempt) -> _Ready:
         wait()
         started = time.perf_counter()
         makes_together = contender.make_on_ranks if attempt.is_shared else None
-        call = contender.make() if makes_together is None else makes_together(attempt)
+        with attempt.limited():
+            call = contender.make() if makes_together is None else makes_together(attempt)
         attempt.passed("made the call")
         call()
         wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -91,6 +93,8 @@ def test_contenders_are_made_ready_by_all_ranks_or_by_none():
 
     def exchange(what, value):
         told.append((what, value[0]))
+        if value[0] == "failed":
+            return [value, value]
         return [value, ("failed", "no memory") if "way 2" in what else value]
 
     model = torch.nn.Linear(4, 4)
@@ -99,18 +103,24 @@ def test_contenders_are_made_ready_by_all_ranks_or_by_none():
         call = dynamo.compiled_call(model, attempt.compiling(lambda graph, _: graph.forward))
         return lambda: call(torch.ones(2, 4))
 
+    def endless():
+        while True:
+            time.sleep(0.01)
+
     rows = measure_all(
         [
             Contender(name="eager", make=lambda: nothing, step=STEP, is_required=True),
             Contender(name="way 1", make=lambda: nothing, step=STEP, limit_s=0.0),
             Contender(name="way 2", make=lambda: nothing, step=STEP),
             Contender(name="way 3", make=lambda: nothing, make_on_ranks=compiled, step=STEP),
+            Contender(name="way 4", make=endless, step=STEP, limit_s=0.05, is_compiled=True),
         ],
         needed_bytes=0, on_cuda=False, runs=2, budget_s=0.01, instruments=Instruments(exchange=exchange),
     )  # fmt: skip
-    assert [row.note for row in rows] == ["", "", "rank 1: no memory", ""]
-    assert [row.step is None for row in rows] == [False, False, True, False]
+    assert [row.note for row in rows] == ["", "", "rank 1: no memory", "", "it was not ready after 0 s and was given up"]
+    assert [row.step is None for row in rows] == [False, False, True, False, True]
     assert told == [
+        ("making way 4 ready", "failed"),  # compilers come first
         ("making way 1 ready", "made the call"), ("making way 1 ready", "ready"),
         ("making way 2 ready", "made the call"),
         ("making way 3 ready", "made the call"), ("making way 3 ready", "compiled a graph"), ("making way 3 ready", "ready"),
