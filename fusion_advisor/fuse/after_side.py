@@ -36,6 +36,7 @@ def measure_after(installed: Installed, check: ModelCheck) -> Measured:
             after_step = step_profile.trace_fused(
                 job.bench, installed.variant, installed.fused_call, trace_to, traced_steps=job.options.steps
             )
+            after_step = job.instruments.settled_step(after_step)
             overhead = call_overhead(installed.fused_call, job.bench.live.regions, job.bench.live.written.rewind)
     decision = installed.kept.decision
     device = decision.after if decision.method == "cuda_graph" else None

@@ -30,7 +30,7 @@ from fusion_advisor.fuse.prediction.interval import with_intervals
 from fusion_advisor.fuse.receipts import reverted, with_kernels, with_receipt
 from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS, TITLE
-from fusion_advisor.fuse.whole_model_gate import why_nothing_stays, why_parts_do_not_pay
+from fusion_advisor.fuse.whole_model_gate import comparable_device_ns, why_nothing_stays, why_parts_do_not_pay
 from fusion_advisor.records import EAGER, OURS, Capture, ModelCheck, Report, Status, StepProfile
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.load import LoadedWorkload
@@ -273,13 +273,15 @@ def _refusal(installed: Installed, measured: Measured, before: StepProfile, afte
     """Say why nothing may stay in the model; None where it may."""
     options, bench = installed.job.options, installed.job.bench
     assert before.wall is not None and after.wall is not None
+    device_ns = comparable_device_ns(before, after)
+    before_ns, after_ns = device_ns or (0, 0)
     refusal = why_nothing_stays(
         measured.check.is_passed,
-        before.device_ns,
-        after.device_ns,
+        before_ns,
+        after_ns,
         before.wall,
         after.wall,
-        is_device_judged=bench.on_cuda and not installed.is_graphed,
+        is_device_judged=bench.on_cuda and not installed.is_graphed and device_ns is not None,
         is_time_judged=options.is_timed,
         is_capture_right=measured.check.is_passed or _is_capture_right(installed),
     )

@@ -285,6 +285,10 @@ def _profile(
         environment = environment or describe_environment(device)
         bandwidth = options.bandwidth or measure_bandwidth(device)
         progress.note(f"copy {bandwidth.copy_bytes_per_s / 1e9:.0f} GB/s, smallest kernel {bandwidth.launch_ns / 1e3:.2f} µs")
+    looks_again = second_look(
+        options, bandwidth, torch.device(device), instruments.timer, progress.note, ahead, is_timed=is_timed,
+        instruments=instruments,
+    )  # fmt: skip
     with clock.phase("profile"):
         capture, live = profile_model(
             loaded.model,
@@ -296,9 +300,7 @@ def _profile(
             how=measurement_of(options),
             note=progress.note,
             timer=instruments.timer,
-            second_look=second_look(
-                options, bandwidth, torch.device(device), instruments.timer, progress.note, ahead, is_timed=is_timed
-            ),
+            second_look=looks_again,
         )
         capture = instruments.settled_capture(capture)
     for warning in capture.quality.warnings:

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from fusion_advisor import units
 from fusion_advisor.fuse.decide.keep_rule import Decision
-from fusion_advisor.records import Timing
+from fusion_advisor.records import OpClass, StepProfile, Timing
 from fusion_advisor.timing import interleaving
 
 _CAPTURED_OTHERWISE = (
     "dynamo's capture computes other numbers than the model, with the model's own ops too (torch's transformer layers leave "
     "their fast path when captured, for example): everything was reverted"
 )
+
+
+def comparable_device_ns(before: StepProfile, after: StepProfile) -> tuple[int, int] | None:
+    """Return the device times of two steps by which they can be compared, in nanoseconds; None where only their wall times can.
+
+    A kernel between ranks runs until the last rank has come to it: most of its time is waiting, and says nothing of this rank's
+    work. So ops between ranks are left out. Where one step has more of them than the other, its kernels may do their work.
+
+    Args:
+        before: eager.
+        after: the rewritten step.
+    """
+    (one, one_ns), (other, other_ns) = _between_ranks(before), _between_ranks(after)
+    return (before.device_ns - one_ns, after.device_ns - other_ns) if one == other else None
+
+
+def _between_ranks(step: StepProfile) -> tuple[int, int]:
+    """Return how many kernels between ranks a step has, and their nanoseconds."""
+    return next(((count, ns) for name, count, ns in step.categories if name == OpClass.COLLECTIVE), (0, 0))
 
 
 def why_nothing_stays(

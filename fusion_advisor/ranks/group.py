@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,9 +21,14 @@ import torch
 import torch.distributed as dist
 
 from fusion_advisor.errors import AdvisorError, NotUnderTorchrun, RankFailed, RanksDiffer
-from fusion_advisor.ranks.watchdog import DEAD_S, Failure, Watchdog
+from fusion_advisor.ranks.watchdog import DEAD_S, STUCK_S, Failure, Watchdog
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_NOTHING = "nothing"
+_MOST_SHOWN = 200
+"""Characters of a text that ranks exchange, and that a message shows."""
+_ABANDONED_S = 2.0
+"""Less than the watchdog leaves a main thread to end by itself."""
 _SLICE = timedelta(seconds=1)
 """Of waiting, between two looks at what the watchdog found."""
 _COLLECTIVE = timedelta(seconds=25)
@@ -60,12 +65,13 @@ class Ranks:
         group: Any = dist.group.WORLD
         return str(group.group_name)
 
-    def gather(self, what: str, value: object) -> list[Any]:
+    def gather(self, what: str, value: object, *, patience_s: float = STUCK_S) -> list[Any]:
         """Return a value of each rank, on all ranks.
 
         Args:
             what: is exchanged; the same on all ranks at this place.
             value: this rank's own.
+            patience_s: seconds after which a rank that others wait for here, and that comes to no new place, hangs.
 
         Raises:
             RankFailed: a rank failed, hung or died meanwhile.
@@ -78,7 +84,8 @@ class Ranks:
         self.watchdog.reached(what)
         found = []
         for rank in range(self.world_size):
-            theirs, their_value = (what, value) if rank == self.rank else pickle.loads(self._wait_for(f"told/{number}/{rank}"))
+            key = f"told/{number}/{rank}"
+            theirs, their_value = (what, value) if rank == self.rank else pickle.loads(self._wait_for(key, patience_s))
             if theirs != what:
                 raise RanksDiffer(rank=rank, what="what it does", detail=f"`{theirs}` while rank {self.rank} does `{what}`")
             found.append(their_value)
@@ -100,14 +107,29 @@ class Ranks:
         Raises:
             RanksDiffer: with the first rank that has another text.
         """
-        short = value if len(value) <= 200 else hashlib.sha256(value.encode()).hexdigest()[:12]
-        texts = self.gather(what, short)
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                raise RanksDiffer(rank=rank, what=what, detail=f"`{text}`, not `{texts[0]}`")
+        self.agree_entries(what, {"": value})
 
-    def _wait_for(self, key: str) -> bytes:
-        self.watchdog.waits(is_waiting=True)
+    def agree_entries(self, what: str, entries: Mapping[str, str]) -> None:
+        """Go on only where all ranks have equal texts under equal names.
+
+        Args:
+            what: the entries make up, for the message.
+            entries: by name; long ones are exchanged as digests.
+
+        Raises:
+            RanksDiffer: with the first entry in which a rank differs from rank 0.
+        """
+        told = self.gather(what, {name: _short(text) for name, text in entries.items()})
+        first = told[0]
+        for rank, theirs in enumerate(told):
+            for name in (*first, *(name for name in theirs if name not in first)):
+                found, expected = theirs.get(name, _NOTHING), first.get(name, _NOTHING)
+                if found != expected:
+                    where = f"{name}: " if name else ""
+                    raise RanksDiffer(rank=rank, what=what, detail=f"{where}`{found}`, not `{expected}`")
+
+    def _wait_for(self, key: str, patience_s: float) -> bytes:
+        self.watchdog.waits(is_waiting=True, patience_s=patience_s)
         try:
             while True:
                 with contextlib.suppress(dist.DistStoreError):
@@ -181,6 +203,28 @@ class Ranks:
         self.gather("end", None)
         self.watchdog.stop()
         dist.destroy_process_group()
+
+    def abandon(self, destroy: Callable[[], object] = dist.destroy_process_group, limit_s: float = _ABANDONED_S) -> None:
+        """Take the group apart after an error; the others know of it by then.
+
+        NCCL waits for what is under way, whose other end may be gone: it is given a moment, and the process ends without it then.
+
+        Args:
+            destroy: takes it apart.
+            limit_s: how long that is waited for.
+        """
+        taking = threading.Thread(target=_quietly, args=(destroy,), name="fusion-advisor-abandon", daemon=True)
+        taking.start()
+        taking.join(limit_s)
+
+
+def _quietly(destroy: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):  # the error that is on its way says what went wrong
+        destroy()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def failed(failure: Failure) -> RankFailed:

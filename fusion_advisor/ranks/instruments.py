@@ -16,17 +16,21 @@ from typing import Any
 import torch
 
 from fusion_advisor.autotune.tune import Tuned, best_tuning
+from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
-from fusion_advisor.fuse.decide.instruments import Instruments
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.step_profile import walls
 from fusion_advisor.fuse.installed import LastStage
 from fusion_advisor.fuse.live.model_check import check_whole_model
+from fusion_advisor.fuse.live.restore_plan import measure_warm_up
 from fusion_advisor.ranks.group import Ranks
 from fusion_advisor.ranks.split import between_ranks, without_waiting
 from fusion_advisor.records import Capture, Launch, ModelCheck, OpNode, Timing
 from fusion_advisor.timing.clock_sampler import Gauge, Watch
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
-from fusion_advisor.workload.device import memory_bytes
+
+COMPILED_S = 600.0
+"""For so long ranks wait for one that compiles the step with torch.compile: 28 layers take minutes on a busy host."""
 
 
 class AgreedTimer:
@@ -62,23 +66,30 @@ class AgreedTimer:
         return self._own.rest(for_ns)
 
 
-def instruments_of(ranks: Ranks, *, on_cuda: bool, on_capture: Callable[[Capture], object]) -> Instruments:
+def instruments_of(
+    ranks: Ranks, *, on_cuda: bool, on_capture: Callable[[Capture], object], measured: Instruments = MEASURED
+) -> Instruments:
     """Return what measures and decides, with answers that are equal on all ranks.
 
     Args:
         ranks: of the run.
         on_cuda: whether they have GPUs.
         on_capture: gets this rank's own capture.
+        measured: what this rank measures by itself: its timer, memory, captures, traced steps and launch parameters.
     """
-    timer = AgreedTimer(step_timer(on_cuda=on_cuda), ranks)
+    timer = AgreedTimer(measured.timer or step_timer(on_cuda=on_cuda), ranks)
 
     def free(device: torch.device) -> tuple[int, int]:
-        told = ranks.gather("memory", memory_bytes(device))
+        told = ranks.gather("memory", measured.memory_bytes(device))
         return min(one for one, _ in told), min(one for _, one in told)
 
     def settled(capture: Capture) -> Capture:
-        on_capture(capture)
-        return agreed_capture(ranks, capture)
+        own = measured.settled_capture(capture)
+        on_capture(own)
+        return agreed_capture(ranks, own)
+
+    def settled_step(step: Step) -> Step:
+        return agreed_step(ranks, measured.settled_step(step))
 
     return Instruments(
         timer=timer,
@@ -86,8 +97,10 @@ def instruments_of(ranks: Ranks, *, on_cuda: bool, on_capture: Callable[[Capture
         rested_walls=no_rested_walls,
         memory_bytes=free,
         settled_capture=settled,
-        tune=functools.partial(agreed_tuning, ranks),
+        settled_step=settled_step,
+        tune=functools.partial(agreed_tuning, ranks, measured.tune or best_tuning),
         worst=functools.partial(worst_problem, ranks),
+        exchange=functools.partial(ranks.gather, patience_s=COMPILED_S),
         rest=0.0,
     )
 
@@ -128,6 +141,20 @@ def agreed_capture(ranks: Ranks, own: Capture) -> Capture:
     return replace(own, **first)
 
 
+def agreed_step(ranks: Ranks, own: Step) -> Step:
+    """Return rank 0's traced step, in which ops between ranks take what they take on the rank that comes last.
+
+    Each rank's own trace would tell it something else of the rewritten step, and one rank would revert what another one keeps.
+
+    Args:
+        ranks: of the run.
+        own: this rank's.
+    """
+    told = ranks.gather("times between ranks of the rewritten step", _between_ns(own.launches))
+    first: Step = ranks.first("times of the rewritten step", own)
+    return replace(first, launches=without_waiting(first.launches, told))
+
+
 def _between_ns(launches: Sequence[Launch]) -> tuple[int, ...]:
     return tuple(one.duration_ns for one in between_ranks(launches))
 
@@ -138,16 +165,17 @@ def op_line(op: OpNode) -> str:
     return f"{op.index} {op.target} {op.args} {op.kwargs} {outputs} {op.mutates}"
 
 
-def agreed_tuning(ranks: Ranks, *args: Any, **kwargs: Any) -> Tuned:
+def agreed_tuning(ranks: Ranks, tune: Callable[..., Tuned], *args: Any, **kwargs: Any) -> Tuned:
     """Choose launch parameters on each rank at the same time, and take rank 0's.
 
     Args:
         ranks: of the run.
-        args: of :func:`best_tuning`.
+        tune: chooses them on this rank.
+        args: of ``tune``.
         kwargs: of the same.
     """
     try:
-        own: Tuned | KernelBuildFailed = best_tuning(*args, **kwargs)
+        own: Tuned | KernelBuildFailed = tune(*args, **kwargs)
     except KernelBuildFailed as error:
         own = error
     chosen: Tuned | KernelBuildFailed = ranks.first("launch parameters", own)
@@ -169,16 +197,20 @@ def worst_problem(ranks: Ranks, own: str) -> str:
     return ""
 
 
-def last_stage(ranks: Ranks) -> LastStage:
+def last_stage(ranks: Ranks, instruments: Instruments) -> LastStage:
     """Return what checks the fused model: it passes where it passes on all ranks, and no CUDA graph is recorded.
 
     Args:
         ranks: of the run.
+        instruments: from :func:`instruments_of`.
     """
 
     def check(*args: Any, **kwargs: Any) -> ModelCheck:
-        own = check_whole_model(*args, **kwargs)
+        own = check_whole_model(*args, memory_bytes=instruments.memory_bytes, worst=instruments.worst, **kwargs)
         told: list[ModelCheck] = ranks.gather("the whole model's check", own)
         return next((one for one in told if not one.is_passed), own)
 
-    return LastStage(check_model=check, check_part=check, graph_recorder=lambda _: None)
+    return LastStage(
+        check_model=check, check_part=check, graph_recorder=lambda _: None,
+        measure_warm_up=functools.partial(measure_warm_up, worst=instruments.worst),
+    )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 
 from fusion_advisor.content import tool_version
 from fusion_advisor.errors import UsageError
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
@@ -20,13 +21,14 @@ from fusion_advisor.ranks.group import Ranks
 from fusion_advisor.ranks.instruments import instruments_of, last_stage
 from fusion_advisor.ranks.shard import plan_of, shard
 from fusion_advisor.ranks.split import rank_times, told_of
-from fusion_advisor.records import Capture, RankRun, RankTime, Report
+from fusion_advisor.records import Capture, RankRun, RankTime, Report, Status
 from fusion_advisor.records.serialize import encode
 from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.workload.inputs import input_metas, make_inputs
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
 
+_LEFT_OUT = "left out"
 PHASES = ("forward", "prefill", "decode")
 """Steps that run on several ranks: training draws its gradients through collectives, and generate is many steps."""
 
@@ -168,6 +170,8 @@ def apply_on_ranks(
     options: ApplyOptions,
     progress: Progress,
     on_report: Callable[[Report], None],
+    *,
+    measured: Instruments = MEASURED,
 ) -> AppliedRun:
     """Apply what pays on the slowest rank to all ranks' models; the report has a row for each rank.
 
@@ -176,25 +180,26 @@ def apply_on_ranks(
     Args:
         ranks: of the run.
         loaded: from :func:`placed`.
-        options: how to measure and decide. No CUDA graph is recorded, nothing is remembered, and no other way to run the step is
-            compared.
+        options: how to measure and decide. No CUDA graph of ours is recorded, and nothing is remembered.
         progress: of this rank.
         on_report: given the report so far.
+        measured: what this rank measures by itself; all ranks decide by the same of it.
     """
     own: list[Capture] = []
-    options = replace(options, graph=False, remembers=False, compile=False, baseline="eager")
-    instruments = instruments_of(ranks, on_cuda=loaded.record.device != "cpu", on_capture=own.append)
+    options = replace(options, graph=False, remembers=False)
+    on_cuda = loaded.record.device != "cpu"
+    instruments = instruments_of(ranks, on_cuda=on_cuda, on_capture=own.append, measured=measured)
 
     def told(report: Report) -> None:
-        ranks.agree("the plan", plan_text(report))
+        ranks.agree_entries("the plan", plan_entries(report))
         on_report(report)
 
     applied = apply_workload(
-        loaded, options, _Watched(progress, ranks), told, instruments=instruments, last=last_stage(ranks),
+        loaded, options, _Watched(progress, ranks), told, instruments=instruments, last=last_stage(ranks, instruments),
         linear_kernels=_no_linear_kernels,
     )  # fmt: skip
     try:
-        ranks.agree("the plan", plan_text(applied.report))
+        ranks.agree_entries("the plan", plan_entries(applied.report))
         applied.report = with_ranks(applied.report, ranks, own[-1])
     except BaseException:
         applied.revert()
@@ -206,15 +211,27 @@ def _no_linear_kernels(*_: object, **__: object) -> None:
     """Return no kernels of linears: each is chosen by times of one GPU."""
 
 
-def plan_text(report: Report) -> str:
-    """Return what a run puts into a model: rewrites with their verdicts, kernels with their source and launch parameters."""
-    rows: list[object] = [[one.id, one.kernel, one.status, _kernels(one)] for one in report.fusions]
-    rows += [[one.id, one.status, one.sites] for one in report.rewrites]
-    return json.dumps(rows)
+def plan_entries(report: Report) -> dict[str, str]:
+    """Return what a run puts into a model, by name: rewrites, kernels' sources, launch parameters.
+
+    Why a rewrite is left out is no part of it: a kernel may fail to build on one rank and give wrong numbers on another.
+    """
+    found: dict[str, str] = {}
+    for fusion in report.fusions:
+        name = f"{fusion.id} {fusion.kernel}"
+        found[name] = _place_of(fusion.status)
+        for number, kernel in enumerate(fusion.rendered if found[name] != _LEFT_OUT else (), start=1):
+            which = f"{name}, kernel {number}"
+            found[which] = f"{kernel.name} in {kernel.backend}"
+            found[f"launch parameters of {which}"] = json.dumps(encode(kernel.parameters))
+            found[f"source of {which}"] = kernel.source
+    for rewrite in report.rewrites:
+        found[rewrite.id] = f"{_place_of(rewrite.status)}, {rewrite.sites} sites"
+    return found
 
 
-def _kernels(fusion: Any) -> list[object]:
-    return [[one.name, one.backend, one.source, encode(one.parameters)] for one in fusion.rendered]
+def _place_of(status: Status) -> str:
+    return status.value if status in (Status.PLANNED, Status.KEPT, Status.ABSORBED) else _LEFT_OUT
 
 
 def with_ranks(report: Report, ranks: Ranks, own: Capture) -> Report:

@@ -74,6 +74,7 @@ class Watchdog:
         self._seconds = seconds
         self._place = (0, "start")
         self._waiting_since: float | None = None
+        self._patience_s = STUCK_S
         self._beats = 0
         self._failed_s = 0.0
         self._peers = {other: _Peer(beat_s=seconds(), place_s=seconds()) for other in range(world_size) if other != rank}
@@ -99,8 +100,14 @@ class Watchdog:
         """
         self._place = (self._place[0] + 1, place)
 
-    def waits(self, *, is_waiting: bool) -> None:
-        """Note that the main thread waits for other ranks, or no longer does."""
+    def waits(self, *, is_waiting: bool, patience_s: float = STUCK_S) -> None:
+        """Note that the main thread waits for other ranks, or no longer does.
+
+        Args:
+            is_waiting: whether it does.
+            patience_s: a rank that it waits for, and that comes to no new place for so long, hangs.
+        """
+        self._patience_s = patience_s
         self._waiting_since = self._seconds() if is_waiting else None
 
     def fail(self, reason: str) -> Failure:
@@ -135,8 +142,9 @@ class Watchdog:
             return
         if now - peer.beat_s > DEAD_S:
             self._write(Failure(rank=other, reason=f"its process is gone; it was last seen in `{doing}`"))
-        elif self._waiting_since is not None and now - max(peer.place_s, self._waiting_since) > STUCK_S:
-            self._write(Failure(rank=other, reason=f"it did not go on for {STUCK_S:.0f} s in `{doing}`, and others wait for it"))
+        elif self._waiting_since is not None and now - max(peer.place_s, self._waiting_since) > self._patience_s:
+            stood_s = self._patience_s
+            self._write(Failure(rank=other, reason=f"it did not go on for {stood_s:.0f} s in `{doing}`, and others wait for it"))
 
     def _publish(self, failure: Failure) -> Failure:
         with self._lock:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch.distributed as dist
 
 from fusion_advisor.errors import CannotCapture, NotUnderTorchrun, RankFailed, RanksDiffer
 from fusion_advisor.ranks.group import failed, join
@@ -69,6 +72,25 @@ def test_a_failed_capture_that_another_ranks_end_caused_names_that_rank(is_made_
 
     first, _ = both(work)
     assert type(first) is (RankFailed if is_made_of_it else CannotCapture)
+
+
+def test_a_group_is_taken_apart_after_an_error():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def work(ranks):
+        ranks.abandon()
+        return dist.is_initialized()
+
+    first, _ = both(lambda ranks: work(ranks) if ranks.is_first else None)
+    assert first is False
+    assert both(lambda ranks: ranks.abandon()) == [None, None]  # where it is gone already
+
+
+def test_a_group_that_cannot_be_taken_apart_is_left():
+    """NCCL waits for the other end of a collective, which is gone."""
+    may_end = threading.Event()
+    assert both(lambda ranks: ranks.abandon(may_end.wait, 0.05)) == [None, None]
+    may_end.set()
 
 
 def test_an_environment_without_ranks_is_a_usage_error():

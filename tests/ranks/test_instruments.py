@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.errors import RanksDiffer
-from fusion_advisor.ranks.instruments import AgreedTimer, agreed_capture, instruments_of, worst_problem
-from fusion_advisor.ranks.run import plan_text
+from fusion_advisor.ranks.instruments import AgreedTimer, agreed_capture, agreed_step, instruments_of, worst_problem
+from fusion_advisor.ranks.run import plan_entries
+from fusion_advisor.records import Launch
 from tests.ranks.two import both
 from tests.report.fixtures import applied
 from tests.timing.planted import PlantedTimer
@@ -61,5 +63,32 @@ def test_a_plan_is_its_rewrites_verdicts_and_kernels():
     fusion = next(one for one in report.fusions if one.rendered)
     kernel = replace(fusion.rendered[0], source=fusion.rendered[0].source + "\n")
     changed = replace(report, fusions=tuple(replace(one, rendered=(kernel,)) if one is fusion else one for one in report.fusions))
-    assert plan_text(report) == plan_text(replace(report, run_id="other"))
-    assert plan_text(report) != plan_text(changed)
+    assert plan_entries(report) == plan_entries(replace(report, run_id="other"))
+    one, other = plan_entries(report), plan_entries(changed)
+    assert [name for name in one if one[name] != other[name]] == [f"source of {fusion.id} {fusion.kernel}, kernel 1"]
+
+
+def test_a_plan_that_differs_is_refused_by_the_name_of_what_differs():
+    def work(ranks):
+        ranks.agree_entries("the plan", {"F1": "kept", "merge-gemms": "kept, 2 sites"})
+        ranks.agree_entries("the plan", {"F1": "kept"} | ({} if ranks.rank else {"merge-gemms": "kept, 2 sites"}))
+
+    found = both(work)
+    assert all(isinstance(one, RanksDiffer) for one in found)
+    assert str(found[0]) == "rank 1 differs from rank 0 in the plan: merge-gemms: `nothing`, not `kept, 2 sites`"
+
+
+def test_the_rewritten_step_is_rank_0s_without_its_waiting():
+    """Rank 1 came last to each all-reduce: rank 0 waited 9 of 10 µs there, and both ranks judge by the same step."""
+
+    def step(compute_ns, between_ns):
+        return Step(
+            launches=(
+                Launch(kernel_name="gemm", op_index=None, duration_ns=compute_ns, start_ns=0, category="gemm"),
+                Launch(kernel_name="nccl", op_index=None, duration_ns=between_ns, start_ns=compute_ns, category="collective"),
+            ),
+            calls=2,
+        )  # fmt: skip
+
+    found = both(lambda ranks: agreed_step(ranks, step(5_000, 10_000) if ranks.is_first else step(13_000, 1_000)))
+    assert found == [step(5_000, 1_000)] * 2

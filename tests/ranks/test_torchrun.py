@@ -63,6 +63,36 @@ def test_split_and_fused_outputs_are_those_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_whose_clocks_differ_come_to_one_plan():
+    done = run("tests.ranks.skewed", cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    runs = {(one["keep"], one["rank"]): one for one in told}
+    assert sorted(runs) == [("paying", 0), ("paying", 1), ("verified", 0), ("verified", 1)], done.stdout
+    for keep in ("paying", "verified"):
+        assert runs[keep, 0]["plan"] == runs[keep, 1]["plan"] and runs[keep, 0]["reasons"] == runs[keep, 1]["reasons"]
+    plan = runs["verified", 0]["plan"]
+    assert plan["merge-gemms"] == "kept, 4 sites"
+    parameters = [text for name, text in plan.items() if name.startswith("launch parameters")]
+    # Two kernels are built anew on the layouts of merged GEMMs; theirs are rank 0's choice, too.
+    assert len(parameters) >= 5 and {json.loads(text)["block_cols"] for text in parameters} == {64}
+
+
+@pytest.mark.slow
+def test_other_ways_to_run_a_split_model_are_timed_by_all_ranks_together():
+    done = run("tests.ranks.ways", cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.removeprefix("RESULT ").split(" | ") for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    first, second = ([line[1:] for line in lines if line[0] == rank] for rank in ("0", "1"))
+    assert first == second  # the slowest rank's times, and one reason
+    rows = {name: (int(wall_ns), note) for name, wall_ns, note in first}
+    assert rows["eager"][0] > 0 and rows["compiled"] == (rows["compiled"][0], "") and rows["compiled"][0] > 0
+    failed_ns, why = rows["fails on rank 1"]
+    assert failed_ns == 0 and why.startswith("rank 1: ") and "no such lowering" in why
+    assert rows["eager + CUDA graph"] == (0, "a CPU has no CUDA graphs")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["load", "profile", "fusions"])
 def test_a_rank_that_is_killed_ends_the_run_on_all(phase, tmp_path):
     done = run("tests.ranks.killed", phase, cwd=ROOT, RUN_FOLDER=str(tmp_path / "out"))

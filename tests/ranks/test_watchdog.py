@@ -95,3 +95,12 @@ def test_a_main_thread_that_is_stuck_is_ended_with_its_process(capsys, has_ended
 
 def test_everything_is_over_within_thirty_seconds():
     assert watchdog.STUCK_S + watchdog.GRACE_S < 30 and watchdog.DEAD_S + watchdog.GRACE_S < 30
+
+
+def test_a_rank_that_compiles_is_waited_for_longer():
+    pair = Pair()
+    pair.dogs[0].waits(is_waiting=True, patience_s=600)
+    pair.passes(500)
+    assert pair.dogs[0].failure is None
+    pair.passes(110)
+    assert pair.dogs[0].failure.rank == 1 and "did not go on for 600 s" in pair.dogs[0].failure.reason

@@ -69,10 +69,14 @@ def joined(request: Any) -> Iterator[Any]:
         yield None
         return
     ranks = import_module("fusion_advisor.ranks.group").join()
-    with ranks.ending_together():
-        import_module("fusion_advisor.ranks.run").check_start(ranks, request)
-        yield ranks
-        ranks.leave()
+    try:
+        with ranks.ending_together():
+            import_module("fusion_advisor.ranks.run").check_start(ranks, request)
+            yield ranks
+            ranks.leave()
+    except BaseException:
+        ranks.abandon()
+        raise
 
 
 def placed(loaded: core.Loaded, ranks: Any) -> core.Loaded:

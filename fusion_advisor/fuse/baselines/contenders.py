@@ -6,6 +6,7 @@ interleaved run, called as their users call them. One that cannot be run stays i
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import traceback
@@ -20,6 +21,7 @@ import torch
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.errors import AdvisorError
+from fusion_advisor.fuse.baselines.attempt import Attempt
 from fusion_advisor.fuse.baselines.inductor_hybrid import Compiler, compile_rest
 from fusion_advisor.fuse.baselines.liger import NotAvailable, with_liger
 from fusion_advisor.fuse.decide import step_profile
@@ -64,6 +66,7 @@ class Contender:
     Attributes:
         name: as in the table.
         make: makes the call ready; with the call's first run it is what is timed as the first call.
+        make_on_ranks: the same where several ranks run the step together; None: as for one.
         step: its kernels, where they are known; traced otherwise.
         held_bytes: what it holds between calls beyond what making it ready here takes.
         is_compiled: whether compilers' caches are emptied for it.
@@ -74,6 +77,7 @@ class Contender:
 
     name: str
     make: Callable[[], Call]
+    make_on_ranks: Callable[[Attempt], Call] | None = None
     step: StepProfile | None = None
     held_bytes: int = 0
     is_compiled: bool = False
@@ -103,14 +107,14 @@ def peers(
         rewind: puts back what a step moves on.
     """
 
-    def compiled(mode: str) -> Callable[[], Call]:
-        def make() -> Call:
-            if mode == "reduce-overhead" and not on_cuda:
-                raise NotAvailable("it is the default mode in CUDA graphs, and a CPU has none")
+    def compiled(mode: str, attempt: Attempt | None = None) -> Call:
+        if mode == "reduce-overhead" and not on_cuda:
+            raise NotAvailable("it is the default mode in CUDA graphs, and a CPU has none")
+        if attempt is None:
             call = dynamo.compiled_call(loaded.model, "inductor", mode=mode)
-            return lambda: call(*loaded.args, **loaded.kwargs)
-
-        return make
+        else:
+            call = dynamo.compiled_call(loaded.model, attempt.compiling(inductor.compiler_of(mode)))
+        return lambda: call(*loaded.args, **loaded.kwargs)
 
     def graphed() -> Call:
         if not on_cuda:
@@ -128,7 +132,8 @@ def peers(
         *(
             Contender(
                 name=f"{COMPILED}{mode}",
-                make=compiled(mode),
+                make=functools.partial(compiled, mode),
+                make_on_ranks=functools.partial(compiled, mode),
                 is_compiled=on_cuda or mode != "reduce-overhead",
                 note="first call with empty caches",
             )
@@ -237,7 +242,8 @@ def measure_all(
         needed_bytes=needed_bytes, on_cuda=on_cuda, runs=runs, budget_s=budget_s, least_s=least_s, traced_steps=traced_steps,
         rewind=rewind, instruments=instruments,
     )  # fmt: skip
-    in_order = sorted(contenders, key=lambda one: not one.is_required)
+    # On ranks compilers come first: a step with collectives that a CUDA graph cannot hold may end the run.
+    in_order = sorted(contenders, key=lambda one: (not one.is_required, instruments.exchange is not None and not one.is_compiled))
     failed: dict[str, Baseline] = {}
     ready: list[_Ready] = []
     # What each of them holds is asked for after a full collection, twice: 4 of them ahead of the answer.
@@ -296,22 +302,30 @@ def _timed_in_turn(ready: Sequence[_Ready], how: _How, *, is_last: bool = False)
 
 
 def _made_ready_or_why_not(contender: Contender, ready: Sequence[_Ready], how: _How) -> _Ready | str:
-    """Make a contender ready within its time limit, or say in one sentence why it is not; one that is required must succeed."""
-    limit_s = max([_LEAST_LIMIT_S, *(_TIMES_ANOTHER * one.first_call_s for one in ready if one.contender.is_compiled)])
+    """Make a contender ready within its time limit, or say in one sentence why it is not; one that is required must succeed.
+
+    Ranks make it ready together, and only its making and compiling are limited: what is interrupted between two collectives would
+    leave the other ranks there.
+    """
+    longest_s = max([_LEAST_LIMIT_S, *(_TIMES_ANOTHER * one.first_call_s for one in ready if one.contender.is_compiled)])
+    limit_s = None if contender.limit_s is None else contender.limit_s or longest_s
+    attempt = Attempt(contender.name, None if contender.is_required else how.instruments.exchange, limit_s)
     try:
-        with nullcontext() if contender.limit_s is None else deadline(contender.limit_s or limit_s):
-            return _made_ready(contender, how)
+        with nullcontext() if limit_s is None or attempt.is_shared else deadline(limit_s):
+            made = _made_ready(contender, how, attempt)
+        attempt.passed("ready")
+        return made
     except TimeIsUp:
-        return f"it was not ready after {contender.limit_s or limit_s:.0f} s and was given up"
+        return attempt.failed(f"it was not ready after {limit_s:.0f} s and was given up")
     except Exception as error:  # compilers and peers raise what they like; the row says what it was
         if contender.is_required:
             raise
         if not isinstance(error, NotAvailable):
             _log.info("%s", contender.name, exc_info=error)
-        return _sentence(error)
+        return attempt.failed(_sentence(error))
 
 
-def _made_ready(contender: Contender, how: _How) -> _Ready:
+def _made_ready(contender: Contender, how: _How, attempt: Attempt) -> _Ready:
     on_cuda, rewind = how.on_cuda, how.rewind
     wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
     before = device_memory.held_bytes(on_cuda=on_cuda)
@@ -319,7 +333,10 @@ def _made_ready(contender: Contender, how: _How) -> _Ready:
     with inductor.empty_compile_caches() if contender.is_compiled else nullcontext():
         wait()
         started = time.perf_counter()
-        call = contender.make()
+        makes_together = contender.make_on_ranks if attempt.is_shared else None
+        with attempt.limited():
+            call = contender.make() if makes_together is None else makes_together(attempt)
+        attempt.passed("made the call")
         call()
         wait()
         taken_s = time.perf_counter() - started

@@ -55,7 +55,7 @@ def choose(
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
     """
-    every, names, tried = _passes_with_sites(bench, options)
+    every, names, tried = _passes_with_sites(bench, options, instruments)
     by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
     candidates = [
         *(Candidate(id=name, graph_pass=name) for name in tried),
@@ -175,7 +175,7 @@ def _given(name: str) -> Verdict:
     return Verdict(id=name, status=Status.KEPT, reason=reason, delta_ns=0, interval_ns=(0, 0), is_timed=False)
 
 
-def _passes_with_sites(bench: Bench, options: ApplyOptions) -> tuple[Variant, list[str], list[str]]:
+def _passes_with_sites(bench: Bench, options: ApplyOptions, instruments: Instruments) -> tuple[Variant, list[str], list[str]]:
     """Find the graph passes that change this step.
 
     Returns:
@@ -185,7 +185,7 @@ def _passes_with_sites(bench: Bench, options: ApplyOptions) -> tuple[Variant, li
     found = [name for name, one in PASSES.items() if options.wants(name) and (options.freeze or not one.needs_freeze)]
     every = bench.build((), found)
     names = [name for name in found if every.changed[name]]
-    inexact = inexact_passes(bench, names) if options.exact else frozenset[str]()
+    inexact = inexact_passes(bench, names, instruments.worst) if options.exact else frozenset[str]()
     return every, names, [name for name in names if name not in inexact]
 
 

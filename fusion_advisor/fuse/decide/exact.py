@@ -18,6 +18,8 @@ from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.rewrite.record import Rewrite
 from fusion_advisor.verify.accuracy import count_bit_equal
 
+_OTHER_BITS = "the step's results have other bits"
+
 
 class BitJudge:
     """Takes a rewrite back where it changed a bit of the step's results.
@@ -27,15 +29,23 @@ class BitJudge:
         is_on: whether bits are compared at all.
         note: is called with a sentence for each rewrite that was taken back.
         results: runs the step that stays and returns copies of its results.
+        worst: given that bits differ, or an empty text, returns what counts.
     """
 
     def __init__(
-        self, kept: Kept, *, is_on: bool, note: Callable[[str], None], results: Callable[[Kept], list[torch.Tensor]] | None = None
+        self,
+        kept: Kept,
+        *,
+        is_on: bool,
+        note: Callable[[str], None],
+        results: Callable[[Kept], list[torch.Tensor]] | None = None,
+        worst: Callable[[str], str] = str,
     ) -> None:
         self._kept = kept
         self._results = results or _results
         self._is_on = is_on
         self._note = note
+        self._worst = worst
         self._expected: list[torch.Tensor] | None = None
 
     def after(self, rewrite: Rewrite, kept: Kept) -> Kept:
@@ -49,7 +59,7 @@ class BitJudge:
             if self._expected is None:
                 self._expected = self._results(self._kept)
             found = self._results(kept)
-            if not has_same_bits(found, self._expected):
+            if self._worst("" if has_same_bits(found, self._expected) else _OTHER_BITS):
                 self._note(f"--exact: {rewrite.id} is left out, because the step's results have other bits with it")
                 return self._kept
         self._kept = kept
@@ -60,15 +70,21 @@ def _results(kept: Kept) -> list[torch.Tensor]:
     return results_of(kept.bench, kept.bench.build(kept.built, kept_passes(kept.rewrites), kept.linears))
 
 
-def inexact_passes(bench: Bench, names: Sequence[str]) -> frozenset[str]:
+def inexact_passes(bench: Bench, names: Sequence[str], worst: Callable[[str], str] = str) -> frozenset[str]:
     """Return the graph passes each of which alone changes a bit of the step's results.
 
     Args:
         bench: the live capture.
         names: of passes.
+        worst: given that bits differ, or an empty text, returns what counts.
     """
     expected = results_of(bench, bench.build((), ()))
-    return frozenset(name for name in names if not has_same_bits(results_of(bench, bench.build((), (name,))), expected))
+
+    def differs(name: str) -> bool:
+        found = results_of(bench, bench.build((), (name,)))
+        return bool(worst("" if has_same_bits(found, expected) else _OTHER_BITS))
+
+    return frozenset(filter(differs, names))
 
 
 def results_of(bench: Bench, variant: Variant) -> list[torch.Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from fusion_advisor.autotune.tune import Tuned
+from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.fuse.decide.graph_diff_cost import change_alone, saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import Decision, decide, on_top
 from fusion_advisor.fuse.decide.quick import decide_quickly, on_top_quickly
@@ -43,8 +44,10 @@ class Instruments:
         rested_walls: times them one by one on a device that has rested.
         memory_bytes: tells how much memory of a device is free, and how much there is.
         settled_capture: given the capture that was made, returns the one that a plan follows from.
+        settled_step: given the traced step with all that stays in it, returns the one that the report and the last gate read.
         tune: chooses a kernel's launch parameters; None: this process by itself.
         worst: given what is wrong with a kernel, or an empty text, returns what counts.
+        exchange: given what is exchanged and a value, returns the values of all ranks; None: one process runs the step.
         rest: idle time ahead of each timed run of a step, as a multiple of the run before it; None: found out.
     """
 
@@ -58,8 +61,10 @@ class Instruments:
     rested_walls: Callable[..., list[Timing]] = rested_walls
     memory_bytes: Callable[[torch.device], tuple[int, int]] = memory_bytes
     settled_capture: Callable[[Capture], Capture] = as_it_is
+    settled_step: Callable[[Step], Step] = as_it_is
     tune: Callable[..., Tuned] | None = None
     worst: Callable[[str], str] = as_it_is
+    exchange: Callable[[str, Any], Sequence[Any]] | None = None
     rest: float | None = None
 
     def with_effort(self, effort: Effort) -> Instruments:

@@ -72,7 +72,7 @@ class ChangedStep:
 Move = Callable[[Bench, PlannedFusion, int], tuple[BuiltFusion, RenderedKernel]]
 
 
-def mover(kept: Kept, options: ApplyOptions, kernel_dir: Path, *, suffix: str) -> Move:
+def mover(kept: Kept, options: ApplyOptions, kernel_dir: Path, *, suffix: str, instruments: Instruments = MEASURED) -> Move:
     """Return what builds and checks a fusion on a new layout, in the language that its kernel is written in.
 
     Args:
@@ -80,6 +80,7 @@ def mover(kept: Kept, options: ApplyOptions, kernel_dir: Path, *, suffix: str) -
         options: whether kernels may approximate, and the user's limit on their errors.
         kernel_dir: folder of its source, which has the kernel of the layout before too.
         suffix: of its file's name.
+        instruments: choose its launch parameters, and say what counts of what is wrong with it.
     """
     backends = {item.planned.id: item.kernel.backend for item in kept.built}
 
@@ -94,6 +95,8 @@ def mover(kept: Kept, options: ApplyOptions, kernel_dir: Path, *, suffix: str) -
             kernel_dir=kernel_dir,
             seed=number,
             is_timed=False,
+            tune=instruments.tune,
+            worst=instruments.worst,
         )
         if trial.built is None:
             raise CannotMove(f"{planned.id} on the new layout: {trial.fusion.reason}")

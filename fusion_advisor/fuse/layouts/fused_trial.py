@@ -29,6 +29,7 @@ from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.layout_trial import Fused, time_difference
 from fusion_advisor.capture.profile import profile_as_it_is
 from fusion_advisor.fuse.cuda_graph.capturable import host_work
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.trial import try_fusion
 from fusion_advisor.fuse.decide.try_fusions import backends_of, kernel_dir_of, submit
@@ -132,6 +133,7 @@ class FusedTrial:
         difference: times two steps against each other.
         profile: traces a step.
         ahead: compiles kernels in other processes.
+        instruments: settle what was traced, and what is wrong with a kernel.
     """
 
     options: ApplyOptions
@@ -142,6 +144,7 @@ class FusedTrial:
     difference: Callable[..., Difference] = time_difference
     profile: Callable[..., Capture] = profile_as_it_is
     ahead: BuildAhead | None = None
+    instruments: Instruments = MEASURED
 
     def __call__(self, changed: LiveCapture, unchanged: LiveCapture) -> Fused:
         """Compare the steps with kernels, where the changed one may win.
@@ -151,7 +154,8 @@ class FusedTrial:
             unchanged: the step as the model lays it out.
         """
         steps = (unchanged, changed)
-        captures = [self.profile(live, self.bandwidth, self.device, traced_steps=_TRACED) for live in steps]
+        settled = self.instruments.settled_capture
+        captures = [settled(self.profile(live, self.bandwidth, self.device, traced_steps=_TRACED)) for live in steps]
         plans = [self._plan(capture) for capture in captures]
         before, after = map(expected_of, captures, plans)
         found = Fused(change=None, reason=why_not(before, after, self.options.min_gain))
@@ -209,7 +213,7 @@ class FusedTrial:
             try_fusion(
                 bench, planned, backend=backends_of(options.backend, planned.program, on_cuda=bench.on_cuda)[0],
                 fast_math=options.fast_math, tolerance=options.tolerance, kernel_dir=folder, seed=number, is_timed=False,
-                ahead=self.ahead,
+                ahead=self.ahead, tune=self.instruments.tune, worst=self.instruments.worst,
             ).built
             for number, planned in enumerate(fusions)
         ]  # fmt: skip
@@ -241,6 +245,7 @@ def second_look(
     ahead: BuildAhead | None,
     *,
     is_timed: bool,
+    instruments: Instruments = MEASURED,
 ) -> FusedTrial | None:
     """Return what compares layouts with kernels; None in a run that makes none, or times none.
 
@@ -252,9 +257,12 @@ def second_look(
         note: gets a sentence on each finding.
         ahead: compiles kernels in other processes.
         is_timed: whether times decide.
+        instruments: settle what was traced, and what is wrong with a kernel.
     """
     if not isinstance(options, ApplyOptions) or options.dry_run or not is_timed:
         return None
     timer = timer or step_timer(on_cuda=device.type == "cuda")
     own = replace(options, run_dir=None)
-    return FusedTrial(options=own, bandwidth=bandwidth, device=device, timer=timer, note=note, ahead=ahead)
+    return FusedTrial(
+        options=own, bandwidth=bandwidth, device=device, timer=timer, note=note, ahead=ahead, instruments=instruments
+    )

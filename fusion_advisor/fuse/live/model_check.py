@@ -36,6 +36,8 @@ def check_whole_model(
     written: Written,
     *,
     tolerance: Tolerance | None = None,
+    memory_bytes: Callable[[torch.device], tuple[int, int]] = memory_bytes,
+    worst: Callable[[str], str] = str,
 ) -> ModelCheck:
     """Run all three and compare.
 
@@ -45,6 +47,8 @@ def check_whole_model(
         fused: the fused call.
         written: what a call changes outside its result; put back before each of the three.
         tolerance: the user's limit instead of eager's own error.
+        memory_bytes: tells how much memory of a device is free, and how much there is.
+        worst: given why no copy can be made, or an empty text, returns what counts: ranks of a split model run one together.
     """
     names = (*written.tensors, *written.made)
 
@@ -54,7 +58,8 @@ def check_whole_model(
 
     ours, theirs = outcome(fused), outcome(eager)
     written.restore()
-    oracle, name = _oracle(loaded, {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()}, names)
+    dtypes = {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()}
+    oracle, name = _oracle(loaded, dtypes, names, memory_bytes, worst)
     if oracle is not None and [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
         oracle, name = None, "eager"  # a model that reads the bits of its floats has other shapes in another dtype
     truth = theirs if oracle is None else oracle
@@ -122,16 +127,25 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
-def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequence[str]) -> tuple[_Outcome | None, str]:
+def _oracle(
+    loaded: LoadedWorkload,
+    dtypes: Iterable[torch.dtype],
+    names: Sequence[str],
+    memory_bytes: Callable[[torch.device], tuple[int, int]],
+    worst: Callable[[str], str],
+) -> tuple[_Outcome | None, str]:
     wide = torch.float32 if set(dtypes) & {torch.float16, torch.bfloat16} else torch.float64
     device = torch.device(loaded.record.device)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     free, _ = memory_bytes(device)
     if parameters * torch.finfo(wide).bits / 8 * _HEADROOM > free:
         return None, "eager"
+    model, problem = None, ""
     try:
         model = copy.deepcopy(loaded.model).to(wide)
-    except (RuntimeError, TypeError):  # holds a tensor with a history, or a lock: no copy of it can be made
+    except (RuntimeError, TypeError) as error:  # holds a tensor with a history, or a lock: no copy of it can be made
+        problem = f"no copy: {error}"
+    if worst(problem) or model is None:
         return None, "eager"
 
     def widened(leaf: Any) -> Any:

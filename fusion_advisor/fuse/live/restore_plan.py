@@ -19,7 +19,7 @@ from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, capture_regions
 from fusion_advisor.capture.layout_trial import drop_layouts
 from fusion_advisor.capture.loops.one_op import fold_loops
-from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.errors import AdvisorError, PlanMismatch
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.rebind import CannotMove
@@ -74,7 +74,9 @@ def apply_plan(
         return in_one_piece(lambda: _put_in(loaded, saved, clock, build_linear))
 
 
-def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, bench: Bench) -> WarmUp:
+def measure_warm_up(
+    loaded: LoadedWorkload, capture: Capture, report: Report, bench: Bench, *, worst: Callable[[str], str] = str
+) -> WarmUp:
     """Save a plan, put it in place as another process would, run one step, and take it out again.
 
     Args:
@@ -82,6 +84,7 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
         capture: of this run.
         report: of this run, with what was kept.
         bench: of this run; its inputs are put back as they were.
+        worst: given why the plan does not hold, or an empty text, returns what counts: ranks run a step together or not at all.
 
     Raises:
         PlanMismatch: the plan does not hold a second time.
@@ -96,7 +99,7 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
         started = time.perf_counter()
         with clock.phase("read the plan"):
             saved = load_plan(folder)
-        fused = apply_plan(loaded, saved, clock)
+        fused = _applied_on_all(loaded, saved, clock, worst)
         try:
             with clock.phase("first step"), torch.no_grad():
                 fused(*loaded.args, **loaded.kwargs)
@@ -111,6 +114,19 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
     between_s = round(taken_s - sum(phase_s for _, phase_s in clock.durations_s), 3)
     between = (("between them", between_s),) if between_s > 0 else ()
     return WarmUp(phases_s=(*clock.durations_s, *between), build_s=round(sum(built) / 1e9, 3))
+
+
+def _applied_on_all(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, worst: Callable[[str], str]) -> FusedModel:
+    """Put a plan in place, where that is possible for all who run the step."""
+    try:
+        fused = apply_plan(loaded, saved, clock)
+    except AdvisorError as error:
+        worst(str(error))
+        raise
+    if problem := worst(""):
+        fused.revert()
+        raise PlanMismatch(run="this run", detail=problem)
+    return fused
 
 
 def put_together(

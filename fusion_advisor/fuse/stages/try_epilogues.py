@@ -63,10 +63,10 @@ def compute_in_epilogues(
         reason = f"{len(refusals)} activations follow a GEMM, and none was moved: {refusals[0]}" if refusals else ""
         return not_replaced(kept, rewrite, reason=reason, sites=len(refusals)) if refusals else kept
     checked = _checked(kept.bench, found, options, instruments)
-    if isinstance(checked, str):
-        return not_replaced(kept, rewrite, reason=checked, sites=len(found))
-    if not checked.is_passed:
-        reason = why_wrong(checked, options.tolerance)
+    reason = instruments.worst(checked if isinstance(checked, str) else "")
+    if reason or isinstance(checked, str):
+        return not_replaced(kept, rewrite, reason=reason, sites=len(found))
+    if reason := instruments.worst("" if checked.is_passed else why_wrong(checked, options.tolerance)):
         row = row_of(rewrite, status=Status.WRONG_NUMBERS, reason=reason, sites=len(found))
         return replace(kept, rewrites=(*kept.rewrites, row))
     progress.note(f"{len(found)} activations after GEMMs, timed on top of the kept rewrites")

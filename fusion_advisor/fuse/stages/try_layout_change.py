@@ -65,7 +65,8 @@ def try_layout_change(
             reason = reason or _left_alone(refusals)
             continue
         try:
-            changed = on_changed(kept.bench, regions, kept.built, mover(kept, options, kernel_dir, suffix=rewrite.suffix))
+            move = mover(kept, options, kernel_dir, suffix=rewrite.suffix, instruments=instruments)
+            changed = on_changed(kept.bench, regions, kept.built, move)
         except CannotMove as error:
             reason = reason or str(error)
             continue

@@ -52,7 +52,7 @@ class Trial:
 
 def try_on_top(kept: Kept, trial: Trial) -> Kept:
     """Try every rewrite that is judged on top of the fusions, and return what stays."""
-    judge = BitJudge(kept, is_on=trial.options.exact, note=trial.progress.note)
+    judge = BitJudge(kept, is_on=trial.options.exact, note=trial.progress.note, worst=trial.instruments.worst)
     for rewrite in REWRITES:
         if rewrite.stage is RewriteStage.ON_TOP and trial.options.wants(rewrite.id):
             kept = judge.after(rewrite, _TRY[type(rewrite)](kept, rewrite, trial))

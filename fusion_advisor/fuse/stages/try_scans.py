@@ -97,13 +97,13 @@ def _tried(
         row = replace(row, rendered=(made.kernel,))
         row = replace(row, numerics=check(bench, kind, made, seed=seed, tolerance=options.tolerance))
     except KernelBuildFailed as failure:
-        return replace(row, status=Status.BUILD_FAILED, reason=str(failure)), None
+        return replace(row, status=Status.BUILD_FAILED, reason=instruments.worst(str(failure))), None
     except torch.AcceleratorError as error:
         raise fault_of(TITLE, error) from error
     numerics = row.numerics
     assert numerics is not None
-    if not numerics.is_passed:
-        return replace(row, status=Status.WRONG_NUMBERS, reason=why_wrong(numerics, options.tolerance)), None
+    if problem := instruments.worst("" if numerics.is_passed else why_wrong(numerics, options.tolerance)):
+        return replace(row, status=Status.WRONG_NUMBERS, reason=problem), None
     built = install(bench, kind, made, name=row.id)
     if not options.is_timed:
         return row, built

@@ -18,6 +18,17 @@ def compile_graph(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Call
         return cast("Callable[..., Any]", compile_fx(graph_module, inputs))
 
 
+def compiler_of(mode: str) -> Callable[..., Any]:
+    """Return what torch.compile compiles a graph with in one of its modes, so that a backend of ours can call it.
+
+    Args:
+        mode: ``default``, ``reduce-overhead`` or ``max-autotune``.
+    """
+    own: Any = torch
+    compiler: Callable[..., Any] = own._TorchCompileInductorWrapper(mode, None, False)
+    return compiler
+
+
 def call_without_lowering(op: torch._ops.OpOverload) -> None:
     """Tell Inductor that an op has no lowering, so that it calls it.
 

@@ -109,3 +109,17 @@ def test_a_stage_that_changes_a_bit_is_taken_back(is_same):
     assert judges[0].after(MERGE_GEMMS, after) is (after if is_same else before)
     assert bool(notes) is not is_same
     assert judges[1].after(MERGE_GEMMS, after) is after
+
+
+def test_a_bit_that_changed_on_another_rank_counts_too():
+    before, after, same = object(), object(), [torch.ones(2)]
+    for told, stays in (("rank 1: other bits", before), ("", after)):
+        asked = []
+        judge = BitJudge(
+            before,
+            is_on=True,
+            note=str,
+            results=lambda _: same,
+            worst=lambda own, told=told, asked=asked: asked.append(own) or told,
+        )
+        assert judge.after(MERGE_GEMMS, after) is stays and asked == [""]

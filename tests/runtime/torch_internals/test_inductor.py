@@ -27,6 +27,21 @@ def test_inductor_compiles_a_traced_graph():
     torch.testing.assert_close(result, a @ b)
 
 
+def test_a_mode_of_torch_compile_can_be_called_by_a_backend_of_ours():
+    # What torch.compile itself would call: the mode's settings are in it, and it compiles a graph of dynamo's.
+    assert inductor.compiler_of("reduce-overhead").config["triton.cudagraphs"] is True
+    assert "triton.cudagraphs" not in inductor.compiler_of("default").config
+    seen, a, b = [], torch.randn(4, 8), torch.randn(8, 2)
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return inductor.compiler_of("default")(graph, inputs)
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(torch.mm, backend=backend)(a, b), a @ b)
+    assert len(seen) == 1
+
+
 def test_inductor_calls_an_op_that_it_was_told_of():
     # Where implicit fallbacks are off, only what it was told of compiles: nothing is written out for a log line then.
     library = torch.library.Library("fusion_advisor_test_told", "FRAGMENT")

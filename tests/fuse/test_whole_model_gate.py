@@ -1,0 +1,48 @@
+"""The last gate: device time may not rise, and a kernel that waits for other ranks is no device time."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_advisor.fuse.whole_model_gate import comparable_device_ns, why_nothing_stays
+from fusion_advisor.records import StepProfile
+from fusion_advisor.timing.wall_timer import as_timing
+
+SLOW, FAST = as_timing([15_500_000] * 6, "wall"), as_timing([7_780_000] * 6, "wall")
+
+
+def step(compute_ns, between=(0, 0)):
+    """A step with some nanoseconds of GEMMs, and so many kernels between ranks of so many nanoseconds."""
+    count, ns = between
+    rows = [("gemm", 58, compute_ns), *([("collective", count, ns)] if count else [])]
+    return StepProfile(
+        label="", device_ns=compute_ns + ns, launches=58 + count, categories=tuple(rows), kernels=(), wall=None
+    )  # fmt: skip
+
+
+def judge(before, after, *, wall_after=FAST):
+    """What the gate says of two steps on a GPU."""
+    device_ns = comparable_device_ns(before, after)
+    before_ns, after_ns = device_ns or (0, 0)
+    return why_nothing_stays(
+        True, before_ns, after_ns, SLOW, wall_after, is_device_judged=device_ns is not None, is_time_judged=True
+    )
+
+
+def test_kernels_that_wait_for_other_ranks_revert_nothing():
+    """Two H200s: 8.378 ms became 17.469, nearly all of it waiting in 17 all-reduces, while the step fell from 15.5 to 7.78 ms."""
+    before, after = step(3_055_000, (17, 5_323_000)), step(2_700_000, (17, 14_769_000))
+    assert after.device_ns > 2 * before.device_ns
+    assert judge(before, after) is None
+
+
+@pytest.mark.parametrize("between", [(0, 0), (17, 5_000_000)])
+def test_compute_that_rises_reverts_everything(between):
+    assert "device time would rise from 3.055 to 3.100 ms" in judge(step(3_055_000, between), step(3_100_000, between))
+
+
+def test_kernels_that_took_over_what_ran_between_ranks_are_judged_by_the_wall():
+    before, after = step(3_055_000, (17, 5_323_000)), step(6_000_000, (1, 300_000))
+    assert judge(before, after) is None
+    slower = as_timing([16_500_000] * 6, "wall")
+    assert "the step would rise from 15.50 to 16.50 ms" in judge(before, after, wall_after=slower)
