@@ -221,6 +221,7 @@ def _with_decision(report: Report, kept: Kept, plan: Plan, bench: Bench, capture
         rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
         launch_cost_ns=cost_ns,
     )
+    bench.forget_passes()
     report = with_intervals(report)
     if not is_timed:
         return report

@@ -44,7 +44,11 @@ def test_the_method_tells_of_rests_where_there_were_any(rest):
 @pytest.mark.gpu
 @pytest.mark.serial
 def test_products_at_the_power_limit_are_told_apart_after_rests():
-    """On a GPU without such a limit the same run is timed back to back, and nothing is shown of rests."""
+    """On a GPU without such a limit the same run is timed back to back, and nothing is shown of rests.
+
+    The chain is memory-bound. Where the limit throttles the step in spite of the rests, the clock falls when the chain goes, and
+    the saving is 0.58 to 0.62 of the chain's time. So the prediction is judged by its interval, which is no wider than that.
+    """
     import fusion_advisor as fa
 
     model = Gelus().to("cuda", torch.bfloat16).eval()
@@ -58,4 +62,6 @@ def test_products_at_the_power_limit_are_told_apart_after_rests():
     if is_held:
         assert report.noise_share < 0.01
         assert report.after.rested.median_ns < report.after.wall.median_ns
-        assert baseline_rows.prediction_error(report)[0] < 0.25
+        figures = (gelu.chain_before, gelu.chain_after, report.chains, report.after.wall.clocks)
+        assert gelu.predicted_low_ns <= -gelu.step_delta_ns <= gelu.predicted_high_ns, figures
+        assert gelu.predicted_low_ns > 0.5 * gelu.predicted_saving_ns and gelu.predicted_high_ns < 1.5 * gelu.predicted_saving_ns

@@ -25,7 +25,8 @@ VALUES = ("normal", "large", "small", "whole", "special", "zeros")
 
 _NAMES = {"torch": torch, "functional": functional, "seeded_dropout": seeded_dropout}
 _NUMBER = re.compile(r"\b[xv]\d+\b")
-_SUMS = re.compile(r"sum\(|mean\(|var\(|std\(|norm\(|matmul\(|linear\(|'mean'|'sum'")
+_SUMS = re.compile(r"sum\(|mean\(|var\(|std\(|norm\(|matmul\(|linear\(|scatter_add\(|'mean'|'sum'")
+_IN_ANY_ORDER = re.compile(r"scatter_add\(|cumsum\(")
 _FLOATS = re.compile(r"torch\.(float16|bfloat16|float32|float64)\b")
 _numbers = itertools.count()
 
@@ -124,6 +125,14 @@ class Program:
                     device=device,
                 )  # fmt: skip
         return tuple(made.values())
+
+    def varies_on(self, device: str) -> bool:
+        """Whether eager itself may give other bits at each call: on a GPU atomic sums are added up in the order of their arrival.
+
+        Args:
+            device: ``cpu`` or ``cuda``.
+        """
+        return device == "cuda" and any(_IN_ANY_ORDER.search(line.text) for line in self.lines)
 
     def writes_inputs(self, device: str = "cpu") -> bool:
         """Whether a call writes into an input's memory."""

@@ -18,7 +18,7 @@ import fusion_advisor.fuse.decide.session as building
 from fusion_advisor.lowering.rules.tables import LOWERABLE
 from tests.hostile import proposals as module
 from tests.hostile.draw import Draw, draw
-from tests.hostile.harness import DOORS, try_programs
+from tests.hostile.harness import DOORS, is_eagers, try_programs
 from tests.hostile.judge import Side, judge
 from tests.hostile.programs import SUMMED, Input, Line, Program, compiled, tensor
 from tests.hostile.proposals import _OWN, _SPELT, proposals
@@ -174,6 +174,34 @@ def test_special_numbers_that_are_summed_overflow_in_no_order():
 def test_an_output_that_shares_an_inputs_memory_must_go_on_doing_so():
     (fault,) = judged(of("x0.t()"), lambda value: value.t().clone().t()).wrong
     assert "shares memory" in fault
+
+
+def test_a_sum_in_another_order_is_eagers_only_where_eagers_own_order_varies():
+    ids = Input(name="x1", shape=(31, 2, 65), dtype=torch.int64, below=31)
+    added = Line(name="v0", text="x0.scatter_add(0, x1, x2)", op="scatter_add")
+    inputs = (of("x0", dtype=torch.bfloat16, shape=(31, 2, 65)).inputs[0], ids)
+    inputs = (*inputs, replace(inputs[0], name="x2", seed=5))
+    program = Program(inputs=inputs, lines=(added,), outputs=("v0",))
+    one, other = (program.make_inputs("cpu") for _ in range(2))
+    backwards = one[0].clone()
+    for row in reversed(range(31)):  # each sum rounded, as atomic ones are
+        backwards.scatter_add_(0, one[1][row : row + 1], one[2][row : row + 1])
+    ours, theirs = (
+        Side(outputs=(result,), inputs=given) for result, given in ((backwards, one), (compiled(program)(*other)[0], other))
+    )
+    assert not torch.equal(ours.outputs[0], theirs.outputs[0])
+
+    def on_cpu(_device):
+        return program.make_inputs("cpu")
+
+    assert is_eagers(program, theirs, theirs, "cpu") and not is_eagers(program, ours, theirs, "cpu")
+    assert is_eagers(program, ours, theirs, "cuda", on_cpu)
+    wrong = replace(ours, outputs=(torch.where(one[1] == 3, backwards * 1.25, backwards),))
+    assert not is_eagers(program, wrong, theirs, "cuda", on_cpu)
+    steady = of("x0.exp()", dtype=torch.bfloat16)
+    result = compiled(steady)(*steady.make_inputs("cpu"))[0]
+    sides = [Side(outputs=(made,), inputs=steady.make_inputs("cpu")) for made in (result, result.nextafter(result + 1))]
+    assert not is_eagers(steady, *sides, "cuda", steady.make_inputs)
 
 
 def test_integers_are_equal_or_wrong():

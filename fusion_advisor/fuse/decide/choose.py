@@ -14,7 +14,7 @@ from fusion_advisor.fuse.decide.exact import inexact_passes
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision, keep_all
 from fusion_advisor.fuse.decide.predict import estimates
-from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Step, Variant, step_of
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Step, Variant
 from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
 from fusion_advisor.fuse.decide.verdict import Verdict, span_of
 from fusion_advisor.fuse.passes.constant_folding import FOLD_CONSTANTS
@@ -80,6 +80,7 @@ def choose(
         is_asked = PASSES[name].is_in_trace and name not in LAYOUTS and options.is_timed and name in tried
         timed_ns = _saving_ns(timed_passes.get(name), bench, tried, name, instruments) if is_asked else None
         rewrites.append(_pass_row(PASSES[name], every, decision.verdicts.get(name), timed_ns))
+    bench.forget_passes()
     judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
@@ -142,9 +143,9 @@ def first_of_all(
         host_work: says what the host does in a region.
     """
     name = FOLD_CONSTANTS.id
-    if name not in passes or not any(map(host_work, bench.build((), ()).modules)):
+    if name not in passes or not any(map(host_work, bench.with_passes(()).modules)):
         return ()
-    return () if any(map(host_work, bench.build((), [name]).modules)) else (name,)
+    return () if any(map(host_work, bench.with_passes([name]).modules)) else (name,)
 
 
 def _of_layout(name: str, bench: Bench) -> Verdict:
@@ -183,7 +184,7 @@ def _passes_with_sites(bench: Bench, options: ApplyOptions, instruments: Instrum
         with --exact a pass that changes a bit of the results is not.
     """
     found = [name for name, one in PASSES.items() if options.wants(name) and (options.freeze or not one.needs_freeze)]
-    every = bench.build((), found)
+    every = bench.with_passes(found)
     names = [name for name in found if every.changed[name]]
     inexact = inexact_passes(bench, names, instruments.worst) if options.exact else frozenset[str]()
     return every, names, [name for name in names if name not in inexact]
@@ -249,7 +250,8 @@ def _saving_ns(timed: Difference | None, bench: Bench, names: Sequence[str], nam
 def _with_and_without(bench: Bench, names: Sequence[str], name: str) -> tuple[StepRunner, Step, Step]:
     """Return the step with the passes that come before one of ``names``, and the same with that one."""
     before = list(names[: names.index(name)])
-    return StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, name])
+    without, with_it = (Step(bench=bench, variant=bench.with_passes(passes)) for passes in (before, [*before, name]))
+    return StepRunner(bench), without, with_it
 
 
 def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:

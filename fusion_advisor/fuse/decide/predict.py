@@ -112,7 +112,7 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
     rewrites = list(rewrites)
     placed = [row.id for row in rewrites if row.id in PASSES and row.step_delta_ns is None and row.status is Status.KEPT]
     # The trace had biases of GEMMs as ops of their own; without any pass they are in their GEMMs again.
-    gone = removed_ops(bench, bench.build((), placed))
+    gone = removed_ops(bench, bench.with_passes(placed))
     priced = []
     for row in rewrites:
         rewrite = PASSES.get(row.id)
@@ -120,7 +120,7 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
             priced.append(row)
             continue
         placed.append(row.id)
-        variant = bench.build((), placed)
+        variant = bench.with_passes(placed)
         now = removed_ops(bench, variant)
         effect = PassEffect(
             capture=capture, modules=variant.modules, index_of=bench.index_of, runs=bench.live.runs_of_regions(),

@@ -94,6 +94,7 @@ class Bench:
             self.index_of.append(index_of)
         self.values: dict[int, torch.Tensor] = {}
         self.surprises: dict[int, str] = {}
+        self._with_passes: dict[tuple[str, ...], Variant] = {}
 
     @property
     def is_alone(self) -> bool:
@@ -179,6 +180,23 @@ class Bench:
             for name, count in zip(names, changed, strict=True):
                 variant.changed[name] = variant.changed.get(name, 0) + count
         return variant
+
+    def with_passes(self, passes: Sequence[str]) -> Variant:
+        """As :meth:`build` without kernels. A set of passes is applied once, until :meth:`forget_passes`.
+
+        Args:
+            passes: ids of graph passes, in any order. What may hold copies of weights (``--freeze``) is made anew each time.
+        """
+        names = tuple(name for name in PASSES if name in passes)
+        if any(PASSES[name].needs_freeze for name in names):
+            return self.build((), names)
+        if names not in self._with_passes:
+            self._with_passes[names] = self.build((), names)
+        return self._with_passes[names]
+
+    def forget_passes(self) -> None:
+        """Give up the variants of :meth:`with_passes`, and the constants that they hold."""
+        self._with_passes.clear()
 
     def wait(self) -> None:
         """Return when the device has nothing left to do."""

@@ -77,7 +77,8 @@ class StepRunner:
         """Return the step with a set of rewrites, launched one by one."""
         single = [one for candidate in chosen for one in candidate.rewrites]
         fusions = [one.fusion for one in single if one.fusion is not None]
-        variant = self._bench.build(fusions, [*self._given, *(one.graph_pass for one in single if one.graph_pass)])
+        passes = [*self._given, *(one.graph_pass for one in single if one.graph_pass)]
+        variant = self._bench.build(fusions, passes) if fusions else self._bench.with_passes(passes)
         return lambda: self._bench.run(variant)
 
     def recorded(self, plain: list[Callable[[], Any]]) -> list[Callable[[], Any]]:

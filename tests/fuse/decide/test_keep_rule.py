@@ -34,6 +34,9 @@ class Machine:
     def build(self, fusions, passes):
         return (*passes, *(fusion.name for fusion in fusions))
 
+    def with_passes(self, passes):
+        return self.build((), passes)
+
     def run(self, variant):
         self.runs += 1
         effects = (self.effects[name] for name in variant)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from fusion_advisor.fuse.decide.choose import choose
+from fusion_advisor.fuse.decide.instruments import Instruments
+from fusion_advisor.fuse.decide.keep_rule import keep_all
 from fusion_advisor.fuse.decide.session import Bench, replaced_sites
 from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.records import Status
+from fusion_advisor.timing.interleaving import Difference
 from tests.tiny import bench_of, evaluated, planned, profiled
 
 
@@ -46,3 +53,44 @@ def test_running_a_variant_runs_the_model():
     bench = Bench(live, on_cuda=False)
     found = bench.run(bench.build((), ()))
     torch.testing.assert_close(found[0] if isinstance(found, tuple | list) else found, live.output)
+
+
+class CountedBench(Bench):
+    """Counts how often a set of passes is applied."""
+
+    built = 0
+
+    def build(self, *args, **kwargs):
+        self.built += 1
+        return super().build(*args, **kwargs)
+
+
+def test_a_set_of_passes_is_applied_once_until_it_is_forgotten():
+    _, _, live = profiled("gpt2")
+    bench = CountedBench(live, on_cuda=False)
+    one, again = bench.with_passes(("fold-constants", "drop-masks")), bench.with_passes(["drop-masks", "fold-constants"])
+    assert one is again and bench.built == 1
+    assert one.changed == bench.build((), ("drop-masks", "fold-constants")).changed
+    assert bench.with_passes(()) is not one and bench.with_passes(()).changed == {}
+    bench.forget_passes()
+    assert bench.with_passes(("drop-masks", "fold-constants")) is not one
+
+
+def test_what_may_hold_copies_of_weights_is_not_kept_for_another_time():
+    _, _, live = profiled("gpt2")
+    bench = CountedBench(live, on_cuda=False)
+    frozen = next(name for name, rewrite in PASSES.items() if rewrite.needs_freeze)
+    assert bench.with_passes((frozen,)) is not bench.with_passes((frozen,)) and bench.built == 2
+
+
+def test_no_set_of_passes_is_applied_twice_while_they_are_judged():
+    _, _, live = profiled("gpt2")
+    bench = CountedBench(live, on_cuda=False)
+    planted = Instruments(
+        decide=lambda chosen, candidates, **more: keep_all(chosen, list(more["estimates"]() and candidates)),
+        change_alone=lambda *_: Difference(median_ns=-100, low_ns=-110, high_ns=-90),
+    )
+    _, rewrites, _, _ = choose(bench, [], [], ApplyOptions(), Progress(), budget_s=0.01, instruments=planted)
+    tried = [row for row in rewrites if row.status is Status.KEPT]
+    # all at once to find the sites, all at once for the layouts, and one set more for each pass, with none of them at first
+    assert len(tried) > 1 and bench.built <= len(tried) + 3

@@ -20,6 +20,9 @@ class CountedBench:
         self.built.append(tuple(passes))
         return self.built[-1]
 
+    def with_passes(self, passes):
+        return self.build((), passes)
+
     def run(self, variant):
         return variant
 

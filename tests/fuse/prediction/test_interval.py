@@ -73,6 +73,24 @@ def test_every_prediction_of_a_report_gets_an_interval_of_its_kinds_factor():
     assert with_intervals(found) == found
 
 
+def test_at_the_power_limit_a_memory_bound_saving_may_count_for_little_more_than_half():
+    rewrites = tuple(graph_rewrite(stage, saving_ns=1_000_000) for stage in RewriteStage)
+    free = replace(applied(), rewrites=rewrites, step_before=timing(5_000_000))
+    held = replace(free, step_before=replace(timing(5_000_000), rest=2.0))
+    widened = set()
+    for one, other in zip(*map(rows_of, (free, held)), strict=True):
+        assert one.predicted_high_ns == other.predicted_high_ns
+        if one.predicted_low_ns != other.predicted_low_ns:
+            widened.add(kind_of(one))
+            assert other.predicted_low_ns == math.floor(0.55 * one.predicted_saving_ns) < one.predicted_low_ns
+    assert widened == {Kind.CHAIN, Kind.PASS}
+
+
+def rows_of(report):
+    found = with_intervals(report)
+    return (*found.fusions, *found.rewrites)
+
+
 def test_what_has_no_prediction_stays_as_it_is():
     report = applied()
     foreign = replace(report.fusions[0], chain_id="C99", predicted_low_ns=None, predicted_high_ns=None)
