@@ -238,9 +238,9 @@ def compiled(
     """Run every call through torch.compile, which begins with nothing compiled."""
     fused.revert()
     torch._dynamo.reset()
-    counted, began = Compiles(), time.perf_counter()
     torch._dynamo.config.recompile_limit = 64
     run = torch.compile(module_call.original_call(loaded.model), dynamic=True, mode=mode)
+    counted, began = Compiles(), time.perf_counter()
     for number, call in enumerate(calls):
         if time.perf_counter() - began > seconds:
             break
