@@ -1,15 +1,17 @@
-"""Measures a saved plan of ranges: python -m tools.measure_ranges STAGE RUN_DIR --to FILE.json [--calls N] [--seconds S].
+"""Measures a saved plan of ranges: python -m tools.measure_ranges STAGE[,STAGE…] RUN_DIR --to FILE.jsonl [--seconds S[,S…]].
 
-RUN_DIR is of ``fusion-advisor apply MODEL --shapes …``. Each stage runs in a process of its own and makes the same random calls:
+RUN_DIR is of ``fusion-advisor apply MODEL --shapes …``. The stages run one after the other in this process, which makes the model
+once and loads the plan once. Each makes the same random calls, and ends after the call in which its seconds are over:
 
-- ``serve`` loads the plan. It compares every call with the original ops and times both. It counts traces, compiled kernels
-  and calls of the original ops.
-- ``compile``: ``torch.compile(dynamic=True)`` in a mode (``--mode``).
-- ``exact`` makes a plan for exactly the sizes of a call, and times it.
+- ``serve`` compares every call with the original ops and times both. It counts traces, compiled kernels and calls of the original
+  ops.
+- ``exact`` makes a plan for exactly the sizes of a call, and times it; then the saved plan at this call once more.
 - ``generate``: prompts of random lengths, tokens per second of eager, the plan and torch.compile with a static cache; where a
   token differs from eager's, how far apart the two are in eager's own scores.
+- ``compile``: ``torch.compile(dynamic=True)`` in a mode (``--mode``). It takes the plan out, and belongs at the end.
 
-Sizes are random on a logarithmic scale. Times are of the wall clock, device idle at both ends, the median of a few.
+Sizes are random on a logarithmic scale. Masks of an encoder's calls hide a random number of tokens at the end of each row. Times
+are of the wall clock, device idle at both ends, the median of a few. Every line is written as soon as it is known.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch._dynamo.utils
 
 from fusion_advisor import apply, load_plan
 from fusion_advisor.cli.common.core import load_request
+from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
@@ -47,8 +50,8 @@ MOST_CACHED = 131_072
 _BEFORE = 2
 """Calls ahead of those that are timed: the second is recorded as a CUDA graph where there is one."""
 _TIMED = 5
-_LONG_S = 0.05
-"""Calls that take longer are timed three times."""
+_LONG_S, _VERY_LONG_S = 0.05, 0.25
+"""Calls that take longer are timed three times, or once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +63,20 @@ class Call:
     ranged: RangedCall
 
     def make(self, seed: int) -> dict[str, Any]:
-        """Return its keyword arguments, with random tokens."""
+        """Return its keyword arguments, with random tokens or pixels, and rows of random lengths where the call has a mask."""
         args, kwargs = self.ranged.at(self.sizes)
-        assert not args
-        ids = kwargs.get("input_ids")
+        assert not args, "the example's inputs have no names"
+        generator = torch.Generator().manual_seed(seed)
+        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         if ids is not None:
-            generator = torch.Generator().manual_seed(seed)
             ids.copy_(torch.randint(3, 200, ids.shape, generator=generator))
+        for value in kwargs.values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.copy_(torch.randn(value.shape, generator=generator))
+        if not self.name and mask is not None and mask.dim() == 2:
+            lengths = torch.randint(1, mask.shape[1] + 1, (mask.shape[0], 1), generator=generator)
+            lengths[0] = mask.shape[1]
+            mask.copy_(torch.arange(mask.shape[1]) < lengths)
         return kwargs
 
 
@@ -106,7 +116,7 @@ def wait() -> None:
 def timed(run: Callable[[], Any], put_back: Callable[[], None]) -> tuple[float, float, float]:
     """Return the seconds of the first call, of the second, and the median of later ones."""
     taken = []
-    while len(taken) < _BEFORE + (3 if taken and taken[-1] > _LONG_S else _TIMED):
+    while len(taken) < _BEFORE + _times(taken):
         put_back()
         wait()
         started = time.perf_counter()
@@ -114,6 +124,12 @@ def timed(run: Callable[[], Any], put_back: Callable[[], None]) -> tuple[float, 
         wait()
         taken.append(time.perf_counter() - started)
     return taken[0], taken[1], statistics.median(taken[_BEFORE:])
+
+
+def _times(taken: Sequence[float]) -> int:
+    """Return how often a call is timed, by its last time."""
+    last = taken[-1] if taken else 0.0
+    return _TIMED if last <= _LONG_S else 3 if last <= _VERY_LONG_S else 1
 
 
 def rewinding(kwargs: Mapping[str, Any]) -> Callable[[], None]:
@@ -170,37 +186,31 @@ class Compiles:
         return self._graphs() - self._traced
 
 
-def serve(loaded: LoadedWorkload, plan: SavedPlan, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
+def serve(loaded: LoadedWorkload, fused: FusedModel, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
     """Run every call through the plan and through the original ops."""
-    weights, started = _held_bytes(), time.perf_counter()
-    fused: FusedModel = apply(loaded.model, loaded.kwargs, plan=plan)
-    yield {"what": "loaded", "seconds": time.perf_counter() - started, "weights_bytes": weights, "held_bytes": _held_bytes()}
     original, counted, began = module_call.original_call(loaded.model), Compiles(), time.perf_counter()
     for number, call in enumerate(calls):
         if time.perf_counter() - began > seconds:
             break
         kwargs = call.make(number)
         put_back = rewinding(kwargs)
-        before = sum(fused.fallbacks.values())
+        before, replays = sum(fused.fallbacks.values()), _replays(fused)
         # What a library loads for a shape (cuBLAS's modules) is paid by whoever comes first: each way is, in turn.
         ways = [("ours", loaded.model), ("eager", original)]
         times = {}
         for name, way in ways if number % 2 else reversed(ways):
             times[name] = timed(functools.partial(way, **kwargs), put_back)
         put_back()
-        found = first_tensor(loaded.model(**kwargs))
+        found = loaded.model(**kwargs)
         put_back()
-        expected = first_tensor(original(**kwargs))
-        error = rel_l2(found, expected)
-        is_same = bool(torch.equal(found[..., -1, :].argmax(-1), expected[..., -1, :].argmax(-1))) if found.dim() == 3 else None
-        del found, expected
+        apart = difference(found, original(**kwargs))
+        del found, kwargs, put_back, ways
         yield {
             "what": "call", "call": call.name, "sizes": call.sizes, "ours_s": times["ours"], "eager_s": times["eager"],
-            "is_ours_first": number % 2 == 1, "rel_l2": error, "is_same_token": is_same,
+            "is_ours_first": number % 2 == 1, **apart, "is_replayed": _replays(fused) != replays,
             "fallbacks": sum(fused.fallbacks.values()) - before, "traces": counted.traces, "kernels_compiled": counted.kernels,
         }  # fmt: skip
     graphs = fused.graphs
-    del kwargs, put_back
     yield {
         "what": "end", "fallbacks": fused.fallbacks, "traces": counted.traces, "kernels_compiled": counted.kernels,
         "held_bytes": _held_bytes(), "graphs": None if graphs is None else graphs.summary,
@@ -209,43 +219,66 @@ def serve(loaded: LoadedWorkload, plan: SavedPlan, calls: Sequence[Call], second
     }  # fmt: skip
 
 
-def compiled(loaded: LoadedWorkload, mode: str, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
-    """Run every call through torch.compile."""
-    counted, began = Compiles(), time.perf_counter()
+def difference(ours: Any, expected: Any) -> dict[str, Any]:
+    """Return how far two results of a call are apart, and whether the likeliest next token is the same where they are scores."""
+    found, wanted = first_tensor(ours), first_tensor(expected)
+    is_scores = isinstance(expected, Mapping) and "logits" in expected and wanted.dim() == 3
+    is_same = bool(torch.equal(found[..., -1, :].argmax(-1), wanted[..., -1, :].argmax(-1))) if is_scores else None
+    return {"rel_l2": rel_l2(found, wanted), "is_same_token": is_same}
+
+
+def _replays(fused: FusedModel) -> dict[int, int]:
+    """Return how often each recorded graph ran."""
+    return {} if fused.graphs is None else {id(one): one.replays for one in fused.graphs.recordings}
+
+
+def compiled(
+    loaded: LoadedWorkload, fused: FusedModel, mode: str, calls: Sequence[Call], seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Run every call through torch.compile, which begins with nothing compiled."""
+    fused.revert()
+    torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64
     run = torch.compile(module_call.original_call(loaded.model), dynamic=True, mode=mode)
+    counted, began = Compiles(), time.perf_counter()
     for number, call in enumerate(calls):
         if time.perf_counter() - began > seconds:
             break
         kwargs = call.make(number)
-        taken = timed(lambda kwargs=kwargs: run(**kwargs), rewinding(kwargs))
+        taken = timed(functools.partial(run, **kwargs), rewinding(kwargs))
         yield {
             "what": "call", "call": call.name, "sizes": call.sizes, f"compile {mode}_s": taken, "traces": counted.traces,
             "kernels_compiled": counted.kernels,
         }  # fmt: skip
 
 
-def exact(loaded: LoadedWorkload, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
-    """Make a plan for exactly the sizes of each call, and time it."""
+def exact(loaded: LoadedWorkload, fused: FusedModel, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
+    """Make a plan for exactly the sizes of each call, and time it against the saved plan."""
     began = time.perf_counter()
     for number, call in enumerate(calls):
         if time.perf_counter() - began > seconds:
             break
         kwargs = call.make(number)
         put_back, started = rewinding(kwargs), time.perf_counter()
-        with apply(loaded.model, kwargs, effort="quick") as fused:
+        run = functools.partial(loaded.model, **kwargs)
+        with apply(loaded.model, kwargs, effort="quick") as own:
             made_s = time.perf_counter() - started
-            taken = timed(lambda kwargs=kwargs: loaded.model(**kwargs), put_back)
-            fallbacks = dict(fused.fallbacks)
+            taken = timed(run, put_back)
+            fallbacks = dict(own.fallbacks)
+        with fused:
+            ours = timed(run, put_back)
         yield {
-            "what": "call", "call": call.name, "sizes": call.sizes, "exact_s": taken, "apply_s": made_s, "fallbacks": fallbacks
+            "what": "call", "call": call.name, "sizes": call.sizes, "exact_s": taken, "ours_s": ours, "apply_s": made_s,
+            "fallbacks": fallbacks,
         }  # fmt: skip
 
 
-def generate(loaded: LoadedWorkload, plan: SavedPlan, calls: int, new_tokens: int) -> Iterator[dict[str, Any]]:
-    """Generate tokens of random prompts in each way."""
+def generate(
+    loaded: LoadedWorkload, fused: FusedModel, plan: SavedPlan, calls: int, new_tokens: int, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Generate tokens of random prompts in each way; a way whose share of the seconds is over has fewer prompts."""
     model: Any = loaded.model
-    fused: FusedModel = apply(model, loaded.kwargs, plan=plan)
+    fused.apply()
     generator = random.Random(1)
     device = torch.device(loaded.record.device)
     assert plan.report.shapes is not None
@@ -267,8 +300,11 @@ def generate(loaded: LoadedWorkload, plan: SavedPlan, calls: int, new_tokens: in
         if name == "eager":
             yield {"what": "fallbacks", "fallbacks": fused.fallbacks}
             fused.revert()
-        taken = []
+        taken: list[float] = []
+        began = time.perf_counter()
         for ids in (*prompts[:2], *prompts):
+            if len(taken) > _BEFORE and time.perf_counter() - began > seconds / len(ways):
+                break
             wait()
             started = time.perf_counter()
             made = run(ids)
@@ -277,14 +313,14 @@ def generate(loaded: LoadedWorkload, plan: SavedPlan, calls: int, new_tokens: in
             tokens.setdefault(name, []).append(made[0, ids.shape[1] :].tolist())
         tokens[name] = tokens[name][2:]
         yield {
-            "what": "generate", "way": name, "tokens_per_s": calls * new_tokens / sum(taken[2:]), "first_s": taken[0],
-            "seconds": taken[2:], "lengths": lengths,
+            "what": "generate", "way": name, "tokens_per_s": len(taken[2:]) * new_tokens / sum(taken[2:]), "first_s": taken[0],
+            "seconds": taken[2:], "lengths": lengths[: len(taken) - 2],
         }  # fmt: skip
     for name, made in tokens.items():
-        pairs = list(zip(prompts, made, tokens["eager"], strict=True))
+        pairs = list(zip(prompts, made, tokens["eager"], strict=False))  # as many as both had time for
         differing = [trio for trio in pairs if trio[1] != trio[2]]
         yield {
-            "what": "tokens", "way": name, "same_as_eager": calls - len(differing), "prompts": calls,
+            "what": "tokens", "way": name, "same_as_eager": len(pairs) - len(differing), "prompts": len(pairs),
             "gaps": [first_gap(model, ids, ours, theirs) for ids, ours, theirs in differing],
         }  # fmt: skip
 
@@ -306,31 +342,70 @@ def _held_bytes() -> int:
     return int(torch.cuda.memory_reserved())
 
 
+STAGES = ("serve", "exact", "generate", "compile")
+
+
+def limits_of(stages: Sequence[str], seconds: Sequence[float]) -> dict[str, float]:
+    """Return each stage's seconds: one number is of all of them.
+
+    Raises:
+        ValueError: there are neither one nor as many numbers as stages, or a stage is not known.
+    """
+    if not set(stages) <= set(STAGES):
+        raise ValueError(f"the stages are {', '.join(STAGES)}")
+    if len(seconds) not in (1, len(stages)):
+        raise ValueError(f"{len(stages)} stages and {len(seconds)} limits")
+    return dict(zip(stages, [*seconds] * len(stages) if len(seconds) == 1 else seconds, strict=True))
+
+
+def rows_of(
+    loaded: LoadedWorkload, plan: SavedPlan, calls: Sequence[Call], limits: Mapping[str, float], asked: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Load the plan and run the stages; a stage that fails is a row with its error."""
+    weights, started = _held_bytes(), time.perf_counter()
+    fused: FusedModel = apply(loaded.model, loaded.kwargs or loaded.args, plan=plan)
+    yield {"what": "loaded", "seconds": time.perf_counter() - started, "weights_bytes": weights, "held_bytes": _held_bytes()}
+    stages: dict[str, Callable[[float], Iterator[dict[str, Any]]]] = {
+        "serve": lambda seconds: serve(loaded, fused, calls, seconds),
+        "exact": lambda seconds: exact(loaded, fused, calls[:: max(1, len(calls) // asked.exact_sizes)], seconds),
+        "generate": lambda seconds: generate(loaded, fused, plan, asked.prompts, asked.new_tokens, seconds),
+        "compile": lambda seconds: compiled(loaded, fused, asked.mode, calls, seconds),
+    }
+    for name, seconds in limits.items():
+        try:
+            yield from ({"stage": name, **row} for row in stages[name](seconds))
+        except (RuntimeError, AdvisorError) as error:  # the other stages still say what they have
+            yield {"stage": name, "what": "failed", "error": f"{type(error).__name__}: {error}"[:2000]}
+
+
 def main() -> None:
-    """Run one stage; every line is written as soon as it is known."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=("serve", "compile", "exact", "generate"))
+    """Run the stages; every line is written as soon as it is known."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", help=f"some of {','.join(STAGES)}")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--seconds", default="200", help="of each stage: one number, or one for each stage with commas")
     parser.add_argument("--mode", default="default")
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--exact-sizes", type=int, default=4)
     parser.add_argument("--every", type=int, default=1, help="take every so manieth of the calls")
     asked = parser.parse_args()
-    loaded, plan = loaded_of(asked.run_dir), load_plan(asked.run_dir)
-    assert plan.report.shapes is not None, "the run has no ranges"
-    calls = random_calls(calls_of(loaded, plan.report.shapes), asked.calls)[:: asked.every]
-    stages = {
-        "serve": lambda: serve(loaded, plan, calls, asked.seconds),
-        "compile": lambda: compiled(loaded, asked.mode, calls, asked.seconds),
-        "exact": lambda: exact(loaded, calls, asked.seconds),
-        "generate": lambda: generate(loaded, plan, asked.calls, asked.new_tokens),
-    }
-    with torch.no_grad(), asked.to.open("w", encoding="utf-8") as out:
-        for row in stages[asked.stage]():
+    limits = limits_of(asked.stages.split(","), [float(one) for one in asked.seconds.split(",")])
+    with asked.to.open("w", encoding="utf-8") as out, torch.no_grad():
+
+        def write(row: dict[str, Any]) -> None:
             out.write(json.dumps(row) + "\n")
             out.flush()
+
+        started = time.perf_counter()
+        loaded, plan = loaded_of(asked.run_dir), load_plan(asked.run_dir)
+        write({"what": "model", "seconds": time.perf_counter() - started})
+        assert plan.report.shapes is not None, "the run has no ranges"
+        calls = random_calls(calls_of(loaded, plan.report.shapes), asked.calls)[:: asked.every]
+        for row in rows_of(loaded, plan, calls, limits, asked):
+            write(row)
 
 
 if __name__ == "__main__":

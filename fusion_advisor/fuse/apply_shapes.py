@@ -28,7 +28,7 @@ from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.registry import PASSES, kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.fuse.plan.size_ranges import CACHED
+from fusion_advisor.fuse.plan.size_ranges import CACHED, MOST_NAMES, ShapeRequest
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Box, Piece
@@ -57,6 +57,8 @@ _MOST_ELEMENTS = {"cpu": 2048, "cuda": 16384}
 _APART = 8
 """Points whose products differ by less are one: what pays at one pays at the other."""
 _BUDGET_S = 2.0
+_USUAL_CACHE = 1024
+"""Tokens in a cache, where a range of them is proposed."""
 
 
 def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> list[RangedCall]:
@@ -187,6 +189,26 @@ def serve_shapes(
     )  # fmt: skip
 
 
+def generate_hint(model: torch.nn.Module, asked: ShapeRequest) -> str:
+    """Say which ranges would serve the steps of ``generate``; empty where they are served, or the model makes no tokens.
+
+    Args:
+        model: whose ``generate`` is meant.
+        asked: the ranges that it has.
+    """
+    config, generates = getattr(model, "config", None), getattr(model, "can_generate", None)
+    is_served = any(one.name == CACHED for one in asked.ranges)
+    if is_served or asked.dims or len(asked.ranges) >= MOST_NAMES or not callable(generates) or not generates():
+        return ""
+    if getattr(config, "is_encoder_decoder", False):
+        return ""
+    limit = None if config is None else max_positions(config)
+    most = _USUAL_CACHE if limit is None else min(_USUAL_CACHE, limit - 1)
+    return (
+        f"generate runs the original ops: no range is of its KV cache. --shapes '{asked.text},{CACHED}=1..{most}' serves it too"
+    )
+
+
 def with_shapes(
     run: AppliedRun, loaded: LoadedWorkload, options: ApplyOptions, calls: Sequence[RangedCall], progress: Progress,
     clock: PhaseClock, on_report: Callable[[Report], object], instruments: Instruments = MEASURED,
@@ -218,7 +240,11 @@ def with_shapes(
             found = replace(found, exact=pair[0], general=pair[1])
     if any(not point.reason for piece in found.pieces for point in piece.points):
         run.fused.apply()
-    report = replace(run.report, shapes=found, durations_s=tuple(clock.durations_s))
+    hint = generate_hint(loaded.model, options.shapes) if options.shapes is not None else ""
+    if hint:
+        progress.warn(hint)
+    notes = (*run.report.notes, f"{hint}.") if hint else run.report.notes
+    report = replace(run.report, shapes=found, durations_s=tuple(clock.durations_s), notes=notes)
     run.fused.report = report
     on_report(report)
     return replace(run, report=report)

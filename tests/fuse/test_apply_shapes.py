@@ -13,7 +13,8 @@ import torch._dynamo.utils
 import fusion_advisor as fa
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import PlanMismatch, SizeRejected, UsageError
-from fusion_advisor.fuse.apply_shapes import points_of
+from fusion_advisor.fuse.apply_shapes import generate_hint, points_of
+from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.records import ShapeRanges, SizeRange
 from fusion_advisor.records.serialize import dump_report, load_report
 from tests import tiny
@@ -247,3 +248,13 @@ def test_points_are_the_ends_and_a_middle_within_reach():
     assert points_of(box[:1], most=16384) == [{"batch": 2}, {"batch": 16}]
     assert points_of(box, most=16384, asked=[{"batch": 4, "seq": 100}, {"batch": 1, "seq": 1}]) == [{"batch": 4, "seq": 100}]
     assert points_of((SizeRange(name="batch", least=1, most=1),), most=9) == [{"batch": 1}]
+
+
+def test_ranges_without_a_cache_say_how_generate_would_be_served():
+    gpt2, kwargs = tiny.gpt2()
+    hint = generate_hint(gpt2, read_shapes("batch=1..2,seq=2..8"))
+    assert hint.endswith("--shapes 'batch=1..2,seq=2..8,cached=1..63' serves it too")  # it has 64 positions
+    assert not generate_hint(gpt2, read_shapes("batch=1..2,seq=2..8,cached=1..63"))
+    assert not generate_hint(vit()[0], read_shapes("batch=1..2"))
+    with served(gpt2, kwargs, "seq=4..8", shape_points=((8,),)) as fused:
+        assert any(note.startswith("generate runs the original ops") and "cached=1..63" in note for note in fused.report.notes)

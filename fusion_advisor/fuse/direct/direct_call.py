@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.fuse.direct.straight_code import variables_of
 from fusion_advisor.fuse.direct.unchanged import Unchanged
 from fusion_advisor.runtime.torch_internals import compiled_code, dynamo
 from fusion_advisor.runtime.torch_internals.compiled_code import CompiledCode
@@ -42,10 +43,11 @@ class Frame:
         self._rest = code.co_varnames[last] if code.co_flags & _VARARGS else None
         self._others = code.co_varnames[last + bool(self._rest)] if code.co_flags & _VARKEYWORDS else None
         values = function.__defaults__ or ()
+        closure = {name: cell.cell_contents for name, cell in self.cells.items()}
         self._fixed = {
-            **dict(zip(self._names[count - len(values) :], values, strict=True)), **(function.__kwdefaults__ or {}),
-            **{name: cell.cell_contents for name, cell in self.cells.items()},
+            **dict(zip(self._names[count - len(values) :], values, strict=True)), **(function.__kwdefaults__ or {}), **closure,
         }  # fmt: skip
+        self._bind = variables_of(function, closure)
 
     def is_same(self) -> bool:
         """Whether the function has the code and the defaults that it had."""
@@ -58,6 +60,8 @@ class Frame:
 
     def variables(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return a call's variables by name, those of the closure among them."""
+        if self._bind is not None:
+            return self._bind(*self.owner, *args, **kwargs)
         passed = self.owner + args
         found = {**self._fixed, **dict(zip(self._names, passed, strict=False))}
         if self._rest is not None:

@@ -21,7 +21,6 @@ import operator
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from itertools import starmap
 from operator import attrgetter, getitem
 from types import (
     BuiltinFunctionType,
@@ -36,6 +35,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse.direct.attribute_lookup import Lookup, is_constant, look_up
+from fusion_advisor.fuse.direct.straight_code import are_same
 from fusion_advisor.fuse.direct.words import (
     Words,
     attribute_place,
@@ -89,7 +89,7 @@ class Unchanged:
         self._objects: dict[int, Any] = {}
         self._attributes: dict[str, dict[int, tuple[Any, Any]]] = {}
         self._globals: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
-        self._rows: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = []
+        self._are_attributes_same: Callable[[], bool] = are_same(())
 
     def follow(self, node: Any, value: Any) -> bool:
         """Note what a node and those below it look at.
@@ -161,17 +161,17 @@ class Unchanged:
         self._versions = dict_versions(self._tables)
         self._instances = [] if in_words else list(self._objects.values())
         self._classes = list(map(type, self._instances))
-        self._rows = []
+        slow: list[tuple[Any, str, Any]] = []
         for name, pairs in self._attributes.items():
             found = [attribute_place(owner, name) if in_words else None for owner, _ in pairs.values()]
             places += [place for place in found if place is not None]
-            slow = [pair for pair, place in zip(pairs.values(), found, strict=True) if place is None]
+            slow += [(owner, name, value) for (owner, value), place in zip(pairs.values(), found, strict=True) if place is None]
             owners += [part for pair in pairs.values() for part in pair]
-            if slow:
-                self._rows.append((attrgetter(name), [owner for owner, _ in slow], [value for _, value in slow]))
+        self._are_attributes_same = are_same(slow)
         self._words = Words(places, owners) if in_words else None
         spaces = list({id(space): space for space, _, _ in self._globals.values()}.values())
         self._space_words = Words(map(dict_place, spaces), spaces) if in_words else None
+        self._all_words = Words([*places, *map(dict_place, spaces)], [*owners, *spaces]) if in_words else None
         self._spaces = [space for space, _, _ in self._globals.values()]
         self._names = [name for _, name, _ in self._globals.values()]
         self._values = [value for _, _, value in self._globals.values()]
@@ -183,17 +183,33 @@ class Unchanged:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
+        try:
+            return self._are_tables_same() and self._are_attributes_same()
+        except (AttributeError, KeyError, ValueError):  # there is none any more; a ValueError is an empty cell's
+            return False
+
+    def _are_tables_same(self) -> bool:
+        """Whether dicts, classes, what words stand for, and globals are as they were.
+
+        Raises:
+            KeyError: a global is there no more.
+        """
+        together = self._all_words
+        if together is not None:
+            if together.are_same():
+                return True
+            together.read()  # ahead of the checks: what another thread changes meanwhile is found by the next call
+            self._all_words = None
         if self._words is not None:
             if not self._words.are_same():
                 return False
         elif dict_versions(self._tables) != self._versions:
             return False
-        if not all(map(operator.is_, map(type, self._instances), self._classes)):
+        if not all(map(operator.is_, map(type, self._instances), self._classes)) or not self._are_globals_same():
             return False
-        try:
-            return self._are_globals_same() and all(starmap(_is_same, self._rows))
-        except (AttributeError, KeyError, ValueError):  # there is none any more; a ValueError is an empty cell's
-            return False
+        if self._space_words is not None:
+            self._all_words = together
+        return True
 
     def _are_globals_same(self) -> bool:
         """Whether each global that was read is what it was.
@@ -325,10 +341,6 @@ class Unchanged:
         """Note one item of a Python module's globals: a script that runs a loop sets others between two calls."""
         self._globals[id(space), name] = (space, name, space[name])
         return space[name]
-
-
-def _is_same(get: Callable[[Any], Any], owners: list[Any], values: list[Any]) -> bool:
-    return all(map(operator.is_, map(get, owners), values))
 
 
 def _is_namespace(value: Any) -> bool:

@@ -15,6 +15,8 @@ import torch
 from fusion_advisor.fuse.shapes.call_form import CallParts, Layout
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_AS_THEY_ARE = {bool, int, str, bytes, type(None)}
+"""Plain classes of which equal values are the same."""
 _COMPARED = (slice, range, type(Ellipsis), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _REFERS_TO_NOTHING = {*_PLAIN, torch.Tensor, torch.dtype, torch.device}
 """Classes of which no object holds a method of another object."""
@@ -186,6 +188,8 @@ class _Reader:
         self.passed = passed
 
     def key(self, value: Any) -> Any:
+        if type(value) in _AS_THEY_ARE:
+            return (type(value), value)
         if isinstance(value, torch.Tensor):
             self.leaves.append(value)
             return layout_of(value)

@@ -195,10 +195,11 @@ class FusedModel(InPlace):
             return "gradients are enabled; wrap the call in torch.no_grad()"
         if self.model.training:
             return TRAINING
-        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        if dispatcher.is_autocast_on():
             return "autocast is on"
-        if any(type(leaf) is not torch.Tensor and dispatcher.sees_its_ops(type(leaf)) for leaf in leaves):
-            return _OWN_OPS
+        for leaf in leaves:
+            if type(leaf) is not torch.Tensor and dispatcher.sees_its_ops(type(leaf)):
+                return _OWN_OPS
         if verified is None:
             return self._guard.change() or why_not or _UNSEEN
         if verified.sharing is not None and sharing(leaves) != verified.sharing:

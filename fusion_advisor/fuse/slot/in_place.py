@@ -18,7 +18,7 @@ from fusion_advisor.errors import CannotCopy, CannotExport
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.slot.counters import Fallbacks, LaunchCounter
 from fusion_advisor.records import Report
-from fusion_advisor.runtime.torch_internals import module_call
+from fusion_advisor.runtime.torch_internals import dynamo, module_call
 
 TRANSFORMED = "the call is under a transform of torch.func (vmap, grad, jvp) or under forward-mode differentiation"
 """Why such a call runs the original ops."""
@@ -93,7 +93,7 @@ class InPlace:
             take_out(self.model)
             # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this
             # call and run the model's own ops: it must stop here instead.
-            stop = torch.compiler.disable(self.dispatch, reason="fusion-advisor runs its own graphs here")
+            stop = dynamo.stopping_traces(self.dispatch, "fusion-advisor runs its own graphs here")
             self._before = module_call.set_compiled_call(self.model, stop)
             self.is_applied = True
             self._launches.restart()

@@ -36,6 +36,11 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def is_autocast_on() -> bool:
+    """Whether autocast is on for CUDA or for the CPU; asking for each takes longer than asking for any."""
+    return torch._C._is_any_autocast_enabled() and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+
+
 def sees_its_ops(kind: type[torch.Tensor]) -> bool:
     """Whether a class of tensors handles the ops on it by itself (``__torch_function__`` or ``__torch_dispatch__``)."""
     if kind is torch.Tensor or kind is torch.nn.Parameter:

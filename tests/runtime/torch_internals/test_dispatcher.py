@@ -127,3 +127,15 @@ def test_a_namespace_is_free_again_once_its_ops_are_forgotten():
         kept.append((library, op))
         assert torch.equal(op(torch.zeros(2)), torch.full((2,), float(number)))
         dispatcher.forget_ops(library)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_autocast_is_seen_for_each_kind_of_device(kind):
+    assert not dispatcher.is_autocast_on()
+    before = torch.is_autocast_enabled(kind)
+    try:
+        torch.set_autocast_enabled(kind, True)
+        assert dispatcher.is_autocast_on()
+    finally:
+        torch.set_autocast_enabled(kind, before)
+    assert not dispatcher.is_autocast_on()

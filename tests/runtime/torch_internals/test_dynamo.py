@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch._C._dynamo import eval_frame
 from transformers.utils import logging
 
 from fusion_advisor.runtime.torch_internals import dynamo, fake_mode, symbolic_sizes
@@ -245,3 +247,29 @@ def test_a_result_that_carries_a_gradient_is_known():
             for function in (asked, lambda x: (x * weight, weight, weight.view(2, 2)))
         ]
     assert found == [True, False]
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_a_call_that_stops_traces_is_compiled_by_nobody(is_traced):
+    callbacks, traced = [], []
+
+    def inside(x):
+        callbacks.append(eval_frame.get_eval_frame_callback())
+        return helper(x)
+
+    def helper(x):
+        return x.sin()
+
+    def backend(graph_module, _):
+        traced.extend(node.target for node in graph_module.graph.nodes if node.op == "call_method")
+        return graph_module.forward
+
+    stop = dynamo.stopping_traces(inside, "a test")
+    outer = torch.compile(lambda x: stop(x.cos()).tan(), backend=backend) if is_traced else lambda x: stop(x.cos()).tan()
+    x = torch.randn(3)
+    assert torch.equal(outer(x), x.cos().sin().tan())
+    assert callbacks == [None]  # dynamo compiles nothing that it calls
+    assert traced == (["cos", "tan"] if is_traced else [])
+    assert inspect.unwrap(stop) is inside
+    torch._dynamo.reset()
