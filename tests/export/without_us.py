@@ -2,8 +2,8 @@
 
 Called as ``python -I without_us.py FOLDER NAME...`` in an environment with the packages installed; FOLDER has for each NAME a
 folder ``NAME`` with its tests and ``NAME.pt`` with what the fused model returned. Prints a line of JSON at the end. Each package
-has a process of its own. Without a GPU it is forked: the packages share one import of torch, of its compilers and of transformers,
-which takes longer than their tests. With a GPU it is spawned: CUDA cannot be used in a forked process.
+has a process of its own. Without a GPU it is forked: the packages share one import of torch, of its compilers and of
+transformers, which takes longer than their tests. With a GPU it is spawned: CUDA cannot be used in a forked process.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def block_us():
     raise RuntimeError("fusion_advisor can be imported")
 
 
-def main(folder, *names, method="spawn" if torch.cuda.is_available() else "fork"):
+def main(folder, *names):
     block_us()
+    method = "spawn" if torch.cuda.is_available() else "fork"
     if method == "fork":
         import_compilers()
     with multiprocessing.get_context(method).Pool(len(names), initializer=block_us, maxtasksperchild=1) as pool:
