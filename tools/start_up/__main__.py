@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.start_up.table import facts_of, markdown
+from tools.start_up.table import facts_of, is_failure, markdown
 
 WAYS = ("apply", "package", "plan", "package_graph", "eager", "compile_cold", "compile", "aoti_make", "aoti", "pt2")
 
@@ -68,8 +68,8 @@ def measure(folder: Path, ways: list[str], *, total_s: float, limit_s: float, ap
             note(folder, way, f"no time was left of {total_s:.0f} s")
             continue
         run_way(folder, way, min(left, apply_s if way == "apply" else limit_s))
-        last = (facts_of(folder, way) or [{}])[-1]
-        print(f"{time.monotonic() - started:6.1f} s  {way}: {last.get('failed', 'done')}", flush=True)
+        failed = [fact["failed"] for fact in facts_of(folder, way) if is_failure(fact)]
+        print(f"{time.monotonic() - started:6.1f} s  {way}: {failed[0] if failed else 'done'}", flush=True)
 
 
 def settings_of(asked: Any) -> dict[str, Any]:

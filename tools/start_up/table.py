@@ -56,11 +56,16 @@ def markdown(title: str, facts: Mapping[str, list[dict[str, Any]]]) -> str:
     lines += [_against(fact) for fact in apply if "against" in fact]
     lines += ["", "| Export | Seconds | Not in it |", "|--|--|--|"]
     lines += [_export(fact) for fact in apply if "export" in fact]
-    failures = [f"- {way}: {fact['failed']}" for way, rows in facts.items() for fact in rows if _is_failure(fact)]
+    failures = [f"- {way}: {fact['failed']}" for way, rows in facts.items() for fact in rows if is_failure(fact)]
     return "\n".join([*lines, *(["", "Failed:", "", *failures] if failures else []), ""])
 
 
-def _is_failure(fact: Mapping[str, Any]) -> bool:
+def is_failure(fact: Mapping[str, Any]) -> bool:
+    """Whether a fact is why a process has no figures, and not why one of its comparisons or exports has none.
+
+    Args:
+        fact: that a process wrote down.
+    """
     return "failed" in fact and "against" not in fact and "export" not in fact
 
 
