@@ -7,6 +7,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 
 import fusion_advisor
 from fusion_advisor.fuse.plan.options import Budgets
+from fusion_advisor.workload.static_cache import cache_name
 from tests.tiny import BANDWIDTH
 
 QUICK = {
@@ -37,6 +38,25 @@ def bert():
         max_position_embeddings=32,
     )  # fmt: skip
     return BertModel(config).eval(), {"input_ids": torch.randint(0, 97, (2, 16))}
+
+
+def decode_step(model, ids, cache):
+    """The arguments of a decode step after a prompt, which fills the cache.
+
+    Args:
+        model: a causal language model.
+        ids: the prompt, int64 [batch, tokens].
+        cache: empty.
+
+    Raises:
+        AssertionError: the model did not take the cache: by another name it would be ignored.
+    """
+    name = cache_name(model)
+    with torch.no_grad():
+        model(input_ids=ids, **{name: cache}, use_cache=True)
+    assert int(cache.get_seq_length()) == ids.shape[1]
+    places = torch.full((ids.shape[0], 1), ids.shape[1], device=ids.device)
+    return {"input_ids": ids[:, :1].contiguous(), name: cache, "position_ids": places, "use_cache": True}
 
 
 def fused(make, **options):

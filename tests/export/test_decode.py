@@ -14,9 +14,8 @@ from transformers import DynamicCache, StaticCache
 
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.copied.call_objects import Unknown, at, is_like, made_of, spec_of, tensors_in
+from fusion_advisor.workload.static_cache import cache_name
 from tests.export import models
-
-PROMPT = 16
 
 
 def decode(make, kind):
@@ -24,10 +23,7 @@ def decode(make, kind):
     model, inputs = make()
     ids = inputs["input_ids"]
     cache = StaticCache(config=model.config, max_cache_len=32) if kind == "static" else DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=ids, cache=cache, use_cache=True)
-    places = torch.full((ids.shape[0], 1), PROMPT)
-    return model, {"input_ids": ids[:, :1].contiguous(), "cache": cache, "position_ids": places, "use_cache": True}
+    return model, models.decode_step(model, ids, cache)
 
 
 def own_tests(folder):
@@ -46,6 +42,7 @@ def held(cache):
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_a_decode_step_gives_the_fused_models_bits_and_cache(kind, tmp_path, monkeypatch):
     model, inputs, fused = models.fused(lambda: decode(models.llama, kind))
+    cache = cache_name(model)
     name = f"decode_{kind}"
     assert fused.export(tmp_path / name) == ()
     first, second, third = (copy.deepcopy(inputs) for _ in range(3))
@@ -58,12 +55,12 @@ def test_a_decode_step_gives_the_fused_models_bits_and_cache(kind, tmp_path, mon
     found = model(**second)
     assert package.fallbacks(model) == {}
     assert torch.equal(found.logits, right)
-    assert found.cache is second["cache"]
-    assert all(map(torch.equal, held(first["cache"]), held(second["cache"])))
-    refusals = [third | {"cache": DynamicCache(config=model.config) if kind == "static" else None}]
+    assert found[cache] is second[cache]
+    assert all(map(torch.equal, held(first[cache]), held(second[cache])))
+    refusals = [third | {cache: DynamicCache(config=model.config) if kind == "static" else None}]
     if kind == "static":
         shared = copy.deepcopy(third)
-        shared["cache"].layers[1].keys = shared["cache"].layers[0].keys
+        shared[cache].layers[1].keys = shared[cache].layers[0].keys
         refusals.append(shared)
         own_tests(tmp_path / name)
     for number, call in enumerate(refusals, start=1):
@@ -104,17 +101,17 @@ def check_graphs(package, model, inputs):
         return
     with pytest.raises(ValueError, match="need a GPU"):
         package.apply(model, cuda_graph=True)
-    launched, replayed = copy.deepcopy(inputs), copy.deepcopy(inputs)
+    launched, replayed, cache = copy.deepcopy(inputs), copy.deepcopy(inputs), cache_name(model)
     package.apply(model)
     logits = [model(**launched | {"input_ids": launched["input_ids"] + number}).logits for number in range(4)]
     package.revert(model)
-    recorder = Snapshots(replayed["cache"])
+    recorder = Snapshots(replayed[cache])
     package.apply(model, cuda_graph=True, recorder=recorder)
     found = [model(**replayed | {"input_ids": replayed["input_ids"] + number}).logits for number in range(4)]
     assert package.fallbacks(model) == {}
     assert recorder.replays == 3
     assert all(map(torch.equal, found, logits))
-    assert all(map(torch.equal, held(launched["cache"]), held(replayed["cache"])))
+    assert all(map(torch.equal, held(launched[cache]), held(replayed[cache])))
     package.revert(model)
 
 
@@ -147,7 +144,8 @@ def fused_of(model):
 
 
 def test_an_object_is_made_again_as_it_was():
-    cache = decode(models.llama, "static")[1]["cache"]
+    model, inputs = decode(models.llama, "static")
+    cache = inputs[cache_name(model)]
     spec = spec_of("cache", cache)
     tensors = {path: at(path, {"cache": cache}) for path in tensors_in(spec)}
     assert "cache.layers.2.cumulative_length" in tensors

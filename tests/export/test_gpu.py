@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from fusion_advisor.workload.static_cache import cache_name
 from tests.export import models
 from tests.export.fresh import check_shown, in_a_fresh_environment
 
@@ -20,10 +21,7 @@ def test_a_decode_step_is_replayed_as_a_cuda_graph(backend, tmp_path, monkeypatc
     def on_gpu():
         model, inputs = models.llama()
         model, ids = model.cuda().half(), inputs["input_ids"].cuda()
-        cache = StaticCache(config=model.config, max_cache_len=32)
-        model(input_ids=ids, cache=cache, use_cache=True)
-        places = torch.full((ids.shape[0], 1), ids.shape[1], device="cuda")
-        return model, {"input_ids": ids[:, :1].contiguous(), "cache": cache, "position_ids": places, "use_cache": True}
+        return model, models.decode_step(model, ids, StaticCache(config=model.config, max_cache_len=32))
 
     skip = ("odd-width-gemm", "cuda-graph")
     model, inputs, fused = models.fused(on_gpu, backend=backend, graph=False, skip=skip)
@@ -31,7 +29,7 @@ def test_a_decode_step_is_replayed_as_a_cuda_graph(backend, tmp_path, monkeypatc
     assert fused.export(tmp_path / name, with_cache=True) == ()
     fused.revert()
     monkeypatch.syspath_prepend(tmp_path / name)
-    package = importlib.import_module(name)
+    package, cache = importlib.import_module(name), cache_name(model)
     launched, replayed = copy.deepcopy(inputs), copy.deepcopy(inputs)
     package.apply(model)
     logits = [model(**launched | {"input_ids": launched["input_ids"] + number}).logits for number in range(4)]
@@ -40,7 +38,7 @@ def test_a_decode_step_is_replayed_as_a_cuda_graph(backend, tmp_path, monkeypatc
     found = [model(**replayed | {"input_ids": replayed["input_ids"] + number}).logits for number in range(4)]
     assert package.fallbacks(model) == {}
     assert all(map(torch.equal, found, logits))
-    for own, other in zip(launched["cache"].layers, replayed["cache"].layers, strict=True):
+    for own, other in zip(launched[cache].layers, replayed[cache].layers, strict=True):
         assert torch.equal(own.keys, other.keys)
         assert torch.equal(own.cumulative_length, other.cumulative_length)
     package.revert(model)

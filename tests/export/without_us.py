@@ -2,8 +2,8 @@
 
 Called as ``python -I without_us.py FOLDER NAME...`` in an environment with the packages installed; FOLDER has for each NAME a
 folder ``NAME`` with its tests and ``NAME.pt`` with what the fused model returned. Prints a line of JSON at the end. Each package
-has a forked process of its own: they share one import of torch, of its compilers and of transformers, which takes longer than
-their tests.
+has a process of its own. Without a GPU it is forked: the packages share one import of torch, of its compilers and of
+transformers, which takes longer than their tests. With a GPU it is spawned: CUDA cannot be used in a forked process.
 """
 
 from __future__ import annotations
@@ -63,16 +63,26 @@ def import_compilers():
     assert transformers.GenerationMixin, transformers.PreTrainedModel
 
 
-def main(folder, *names):
+def block_us():
+    """Let no later import of this process find fusion_advisor.
+
+    Raises:
+        RuntimeError: it can be imported all the same.
+    """
     sys.meta_path.insert(0, Blocked())
     try:
         importlib.import_module("fusion_advisor")
     except ImportError:
-        pass
-    else:
-        return "fusion_advisor can be imported"
-    import_compilers()
-    with multiprocessing.get_context("fork").Pool(len(names), maxtasksperchild=1) as pool:
+        return
+    raise RuntimeError("fusion_advisor can be imported")
+
+
+def main(folder, *names):
+    block_us()
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    if method == "fork":
+        import_compilers()
+    with multiprocessing.get_context(method).Pool(len(names), initializer=block_us, maxtasksperchild=1) as pool:
         shown = pool.starmap(checked, [(Path(folder), name) for name in names], chunksize=1)
     sys.stdout.write("\n" + json.dumps(dict(zip(names, shown, strict=True))) + "\n")
     return 0

@@ -36,6 +36,13 @@ def test_the_timeline_names_kernels_by_their_place_in_the_table() -> None:
     assert step.timeline.call_ns == step.timeline.call_start_ns == ()
 
 
+def test_sums_are_ranked_and_equal_ones_stay_in_the_order_of_the_step() -> None:
+    step = step_profile("eager", (launch("a", 0, 5), launch("b", 9, 5, "view"), launch("c", 20, 7), launch("b", 40, 2, "memory")))
+    assert step.kernels == (("c", "gemm", 1, 7), ("a", "gemm", 1, 5), ("b", "view", 1, 5), ("b", "memory", 1, 2))
+    assert step.categories == (("gemm", 2, 12), ("view", 1, 5), ("memory", 1, 2))
+    assert (step.device_ns, step.launches) == (19, 4)
+
+
 def test_the_timeline_keeps_the_calls_of_a_gpu() -> None:
     step = step_profile("eager", (launch("a", 0, 700, call_ns=3_000), launch("b", 800, 20, call_ns=4_000)))
     assert step.timeline is not None
