@@ -16,6 +16,7 @@ from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.ranks.graphs import records_together, with_graphs
 from fusion_advisor.ranks.group import Ranks
 from fusion_advisor.ranks.instruments import instruments_of, last_stage
 from fusion_advisor.ranks.shard import plan_of, shard
@@ -176,13 +177,13 @@ def apply_on_ranks(
     Args:
         ranks: of the run.
         loaded: from :func:`placed`.
-        options: how to measure and decide. No CUDA graph is recorded, nothing is remembered, and no other way to run the step is
-            compared.
+        options: how to measure and decide. A CUDA graph is recorded where the GPUs talk through NCCL. Nothing is remembered, and
+            no other way to run the step is compared.
         progress: of this rank.
         on_report: given the report so far.
     """
     own: list[Capture] = []
-    options = replace(options, graph=False, remembers=False, compile=False, baseline="eager")
+    options = replace(options, graph=options.graph and records_together(), remembers=False, compile=False, baseline="eager")
     instruments = instruments_of(ranks, on_cuda=loaded.record.device != "cpu", on_capture=own.append)
 
     def told(report: Report) -> None:
@@ -190,8 +191,8 @@ def apply_on_ranks(
         on_report(report)
 
     applied = apply_workload(
-        loaded, options, _Watched(progress, ranks), told, instruments=instruments, last=last_stage(ranks),
-        linear_kernels=_no_linear_kernels,
+        loaded, options, _Watched(progress, ranks), told, instruments=instruments,
+        last=with_graphs(last_stage(ranks), ranks, instruments.timer), linear_kernels=_no_linear_kernels,
     )  # fmt: skip
     try:
         ranks.agree("the plan", plan_text(applied.report))
