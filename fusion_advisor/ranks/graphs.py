@@ -34,8 +34,29 @@ def records_together(config: str | None = None) -> bool:
     return "cuda:nccl" in config.split(",")
 
 
+class _Replay:
+    """A recorded graph, which is gone once the ranks part."""
+
+    def __init__(self, play: Callable[[], None]) -> None:
+        self._play: Callable[[], None] | None = play
+
+    def __call__(self) -> None:
+        """Launch the graph.
+
+        Raises:
+            RuntimeError: the ranks have parted, and no collective can run.
+        """
+        if self._play is None:
+            raise RuntimeError("the ranks have parted, so their collectives cannot run any longer")
+        self._play()
+
+    def release(self) -> None:
+        """Let go of the graph."""
+        self._play = None
+
+
 class AgreedRecorder:
-    """Records on all ranks or on none.
+    """Records on all ranks or on none; what it recorded is gone when the ranks part.
 
     Args:
         own: records on this rank.
@@ -66,7 +87,10 @@ class AgreedRecorder:
         worst = worst_problem(self._ranks, problem)
         if made is None or worst:
             raise CannotRecord(worst)
-        return made
+        play, result = made
+        replay = _Replay(play)
+        self._ranks.holds(replay.release)
+        return replay, result
 
     def pool_bytes(self) -> int:
         """Device memory that this rank's graphs hold."""

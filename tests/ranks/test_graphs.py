@@ -33,6 +33,19 @@ def test_a_recording_that_fails_on_one_rank_is_kept_on_none():
     assert both(lambda ranks: recorded(ranks, ())) == [1, 1]
 
 
+def test_a_graph_is_gone_when_the_ranks_part():
+    def work(ranks):
+        own = FakeRecorder()
+        replay, _ = AgreedRecorder(own, ranks).record(lambda: 5)
+        replay()
+        ranks.release()
+        with pytest.raises(RuntimeError, match="parted"):
+            replay()
+        return own.replayed
+
+    assert both(work) == [1, 1]
+
+
 def test_a_rank_that_records_while_another_goes_on_ends_the_run():
     def work(ranks):
         return ranks.gather("timed run", 1) if ranks.rank else recorded(ranks, ())
