@@ -163,7 +163,7 @@ def test_importing_the_package_imports_nothing_of_its_parts():
     ("package", "folders"),
     [
         ("triton", {"codegen.triton", "codegen.gemm", "codegen.recurrence"}),
-        ("cuda", {"codegen.cuda", "codegen.gemm"}),
+        ("cuda", {"codegen.cuda", "codegen.gemm", "collectives"}),
         ("pandas", {"report.html"}),
         ("jinja2", {"codegen.common", "codegen.triton", "codegen.cuda", "codegen.cpp", "report", "report.html"}),
         ("nvtx", {"capture"}),

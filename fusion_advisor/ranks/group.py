@@ -13,7 +13,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -53,6 +53,7 @@ class Ranks:
     store: Any
     watchdog: Watchdog
     _told: list[str]
+    _held: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def is_first(self) -> bool:
@@ -198,9 +199,23 @@ class Ranks:
             self.watchdog.pause()
         return None
 
+    def holds(self, release: Callable[[], object]) -> None:
+        """Note what must be gone when the group is taken apart: NCCL waits for each CUDA graph that holds its kernels.
+
+        Args:
+            release: lets go of it.
+        """
+        self._held.append(release)
+
+    def release(self) -> None:
+        """Let go of what was noted."""
+        while self._held:
+            self._held.pop()()
+
     def leave(self) -> None:
         """Wait for all ranks, and take the group apart."""
         self.gather("end", None)
+        self.release()
         self.watchdog.stop()
         dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.ranks.graphs import records_together, with_graphs
 from fusion_advisor.ranks.group import Ranks
 from fusion_advisor.ranks.instruments import instruments_of, last_stage
 from fusion_advisor.ranks.shard import plan_of, shard
@@ -180,13 +181,13 @@ def apply_on_ranks(
     Args:
         ranks: of the run.
         loaded: from :func:`placed`.
-        options: how to measure and decide. No CUDA graph of ours is recorded, and nothing is remembered.
+        options: how to measure and decide. A CUDA graph is recorded where the GPUs talk through NCCL. Nothing is remembered.
         progress: of this rank.
         on_report: given the report so far.
         measured: what this rank measures by itself; all ranks decide by the same of it.
     """
     own: list[Capture] = []
-    options = replace(options, graph=False, remembers=False)
+    options = replace(options, graph=options.graph and records_together(), remembers=False)
     on_cuda = loaded.record.device != "cpu"
     instruments = instruments_of(ranks, on_cuda=on_cuda, on_capture=own.append, measured=measured)
 
@@ -195,8 +196,8 @@ def apply_on_ranks(
         on_report(report)
 
     applied = apply_workload(
-        loaded, options, _Watched(progress, ranks), told, instruments=instruments, last=last_stage(ranks, instruments),
-        linear_kernels=_no_linear_kernels,
+        loaded, options, _Watched(progress, ranks), told, instruments=instruments,
+        last=with_graphs(last_stage(ranks, instruments), ranks, instruments.timer), linear_kernels=_no_linear_kernels,
     )  # fmt: skip
     try:
         ranks.agree_entries("the plan", plan_entries(applied.report))

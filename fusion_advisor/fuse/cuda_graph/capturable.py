@@ -16,16 +16,30 @@ _COPYING = frozenset(
 """Ops that copy even a single number from host memory; pointwise ops take it along as an argument of their kernel."""
 
 
-def host_work(module: GraphModule) -> str | None:
+_RECORDABLE_COLLECTIVES = "_c10d_functional."
+
+
+def has_collectives(module: GraphModule) -> bool:
+    """Whether a region has an op between processes."""
+    return any(node.op == "call_function" and is_collective(str(node.target)) for node in module.graph.nodes)
+
+
+def host_work(module: GraphModule, *, holds_collectives: bool = False) -> str | None:
     """Say which op of a region makes the host take part in the step, so that no graph can hold it; None when none does.
 
-    An op between processes counts as one: the host of each rank watches over it, and a replay on one rank alone would hang.
+    An op between processes counts as one where the ranks do not record together: a replay on one rank alone would hang.
+
+    Args:
+        module: the region.
+        holds_collectives: all ranks record and replay together, and what communicates is NCCL, whose kernels a graph can hold.
     """
     for node in module.graph.nodes:
         name = _op_name(node)
         if node.op != "call_function" or name == "getitem":
             continue
         if is_collective(str(node.target)):
+            if holds_collectives and str(node.target).startswith(_RECORDABLE_COLLECTIVES):
+                continue
             return f"processes meet in {place_of(node)}"
         if name in _WAITING:
             return f"the host waits for a value of the device in {place_of(node)}"

@@ -6,7 +6,7 @@ A graph repeats kernels on recorded addresses, so every assumption is checked at
   take longer than the launch. A replay that fails them is thrown away, and a moved tensor has the step recorded again.
 - The signature, freed memory and the addresses of tensors that the step writes to are checked before the launch.
 - A step that writes to memory that outlives it is launched first only if its small writes can be put back; else after the
-  guards.
+  guards. So is a step with collectives: a launch in vain on one rank would leave the others waiting.
 - Call arguments are copied into static tensors. Version counts guard values folded under ``--freeze``, and the record holds
   the flags by which kernels were chosen (SDPA backends, cuDNN, TF32).
 
@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor import units
 from fusion_advisor.errors import HalfWritten
-from fusion_advisor.fuse.cuda_graph.capturable import host_work, place_of, saved_inputs, writes_of
+from fusion_advisor.fuse.cuda_graph.capturable import has_collectives, host_work, place_of, saved_inputs, writes_of
 from fusion_advisor.fuse.cuda_graph.recording import (
     Outputs,
     Recorder,
@@ -85,10 +85,14 @@ class Graphs:
         refusals: why calls ran launch by launch, and how often.
         launches: generated kernels that replays launched, less those that were counted while a graph was
             recorded: none runs then.
+        holds_collectives: all ranks record together, so that a graph may hold what NCCL does.
     """
 
-    def __init__(self, recorder: Recorder, *, limit: int = MOST_RECORDINGS, outputs: Outputs = "clone") -> None:
+    def __init__(
+        self, recorder: Recorder, *, limit: int = MOST_RECORDINGS, outputs: Outputs = "clone", holds_collectives: bool = False
+    ) -> None:
         self.is_on = True
+        self.holds_collectives = holds_collectives
         self.launches = 0
         self._outputs = outputs
         self.refusals: dict[str, int] = {}
@@ -274,9 +278,11 @@ class GraphedRegion:
     """Places of the inputs that must be put back after a replay in vain; None where that would not undo it."""
 
     def __post_init__(self) -> None:
-        self.refusal = host_work(self.module)
+        self.refusal = host_work(self.module, holds_collectives=self.graphs.holds_collectives)
         self._written, self._is_pure = writes_of(self.module)
         self._saved = saved_inputs(self.module)
+        if has_collectives(self.module):
+            self._is_pure, self._saved = False, None
         self.tallies = tallies_in([self.module])
 
     def __call__(self, *args: Any) -> Any:

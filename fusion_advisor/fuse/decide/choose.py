@@ -132,8 +132,13 @@ def _in_every_step(bench: Bench, passes: Sequence[str], options: ApplyOptions) -
     return {**laid_out, **{name: _given(name) for name in constants}}
 
 
+def _host_work(module: GraphModule) -> str | None:
+    """What no graph can hold; where ranks cannot record their collectives, no graph is asked for."""
+    return host_work(module, holds_collectives=True)
+
+
 def first_of_all(
-    bench: Bench, passes: Sequence[str], host_work: Callable[[GraphModule], str | None] = host_work
+    bench: Bench, passes: Sequence[str], host_work: Callable[[GraphModule], str | None] = _host_work
 ) -> tuple[str, ...]:
     """Return the pass without which no CUDA graph can hold the step: the host makes constants in it, and copies them over.
 

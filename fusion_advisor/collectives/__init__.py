@@ -1,0 +1,4 @@
+"""Kernels in which the GPUs of one host talk to each other.
+
+In: a buffer of each rank that all ranks map, sizes of a call. Out: launchers that every rank calls in the same order.
+"""
