@@ -18,8 +18,9 @@ def main() -> int:
     # OpenMP reads it once, when torch is loaded. Threads that spin while they wait take cores from the threads they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from fusion_advisor.cli.app import main as run
+    from fusion_advisor.cli.common.ranks import ended
 
-    return run()
+    return ended(run())
 
 
 if __name__ == "__main__":

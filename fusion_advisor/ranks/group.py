@@ -7,6 +7,7 @@ in time, and mixes with no collective of the model.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import pickle
@@ -29,6 +30,9 @@ _MOST_SHOWN = 200
 """Characters of a text that ranks exchange, and that a message shows."""
 _ABANDONED_S = 2.0
 """Less than the watchdog leaves a main thread to end by itself."""
+_LEFT_S = 10.0
+TAKING_APART = "fusion-advisor takes ranks apart"
+"""Name of a thread; a process that still has it when all is done ends without it."""
 _SLICE = timedelta(seconds=1)
 """Of waiting, between two looks at what the watchdog found."""
 _COLLECTIVE = timedelta(seconds=25)
@@ -212,12 +216,21 @@ class Ranks:
         while self._held:
             self._held.pop()()
 
-    def leave(self) -> None:
-        """Wait for all ranks, and take the group apart."""
+    def leave(self, destroy: Callable[[], object] = dist.destroy_process_group, limit_s: float = _LEFT_S) -> None:
+        """Wait for all ranks, and take the group apart.
+
+        NCCL's communicators end after the CUDA graphs that hold their kernels: ours are let go of, and torch.compile's forgotten.
+
+        Args:
+            destroy: takes it apart.
+            limit_s: how long that is waited for; a graph that somebody else holds would keep it for ever.
+        """
         self.gather("end", None)
         self.release()
         self.watchdog.stop()
-        dist.destroy_process_group()
+        torch.compiler.reset()
+        gc.collect()
+        self.abandon(destroy, limit_s)
 
     def abandon(self, destroy: Callable[[], object] = dist.destroy_process_group, limit_s: float = _ABANDONED_S) -> None:
         """Take the group apart after an error; the others know of it by then.
@@ -228,7 +241,7 @@ class Ranks:
             destroy: takes it apart.
             limit_s: how long that is waited for.
         """
-        taking = threading.Thread(target=_quietly, args=(destroy,), name="fusion-advisor-abandon", daemon=True)
+        taking = threading.Thread(target=_quietly, args=(destroy,), name=TAKING_APART, daemon=True)
         taking.start()
         taking.join(limit_s)
 

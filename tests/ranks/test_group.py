@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch.distributed as dist
 
 from fusion_advisor.errors import CannotCapture, NotUnderTorchrun, RankFailed, RanksDiffer
-from fusion_advisor.ranks.group import failed, join
+from fusion_advisor.ranks.group import TAKING_APART, failed, join
 from tests.ranks.two import both
 
 
@@ -84,6 +87,35 @@ def test_a_group_is_taken_apart_after_an_error():
     first, _ = both(lambda ranks: work(ranks) if ranks.is_first else None)
     assert first is False
     assert both(lambda ranks: ranks.abandon()) == [None, None]  # where it is gone already
+
+
+_STUCK = """
+import os
+import subprocess
+import sys
+import threading
+from fusion_advisor.cli.common.ranks import ended
+from fusion_advisor.ranks.group import TAKING_APART
+if {is_stuck}:
+    threading.Thread(target=threading.Event().wait, name=TAKING_APART).start()
+print("done")
+raise SystemExit(ended(3) + 1)
+"""
+
+
+@pytest.mark.parametrize(("is_stuck", "code"), [(True, 3), (False, 4)])
+def test_a_process_whose_group_waits_for_ever_ends_with_its_exit_code(is_stuck, code):
+    environ = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+    script = _STUCK.format(is_stuck=is_stuck)
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
+
+
+def test_ranks_leave_a_group_that_waits_for_ever():
+    may_end = threading.Event()
+    assert both(lambda ranks: ranks.leave(may_end.wait, 0.05)) == [None, None]
+    assert sum(thread.name == TAKING_APART for thread in threading.enumerate()) == 2
+    may_end.set()
 
 
 def test_a_group_that_cannot_be_taken_apart_is_left():

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +19,8 @@ import typer
 
 from fusion_advisor.cli.common import core
 from fusion_advisor.cli.common.console import Settings
+
+_GROUP = "fusion_advisor.ranks.group"
 
 
 class Split(enum.StrEnum):
@@ -53,6 +57,19 @@ def quiet_unless_first(settings: Settings) -> None:
         settings.progress = "none"
 
 
+def ended(code: int) -> int:
+    """Return the exit code of a program that is done; end it at once where NCCL still waits for the other ranks.
+
+    Args:
+        code: of the program.
+    """
+    if is_several() and any(thread.name == import_module(_GROUP).TAKING_APART for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # at a usual exit the C++ library would wait as that thread does
+    return code
+
+
 @contextlib.contextmanager
 def joined(request: Any) -> Iterator[Any]:
     """Join the other ranks for the time of a run; yields None where there are none.
@@ -68,7 +85,7 @@ def joined(request: Any) -> Iterator[Any]:
     if not is_several() and getattr(request, "tp", None) is None:
         yield None
         return
-    ranks = import_module("fusion_advisor.ranks.group").join()
+    ranks = import_module(_GROUP).join()
     try:
         with ranks.ending_together():
             import_module("fusion_advisor.ranks.run").check_start(ranks, request)

@@ -7,7 +7,6 @@ nothing. The gradients of the whole step are compared afterwards, as for every r
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -89,18 +88,18 @@ class _Call:
             options=options, dropout=attention_argument(op, "dropout_p") or 0.0,
         )  # fmt: skip
 
-    def one_head(self, *, is_wide: bool) -> _Call:
-        """Return the call for one row of the batch and one KV head; it drops nothing."""
+    def one_head(self, wide: torch.dtype | None = None) -> _Call:
+        """Return the call for one row of the batch and one KV head, in a wider dtype if one is given; it drops nothing."""
         heads = (self.repeats, 1, 1)
 
         def narrow(one: torch.Tensor, count: int) -> torch.Tensor:
             part = one.detach()[:1, :count]
-            return part.double() if is_wide else part.clone()
+            return part.to(wide, copy=True) if wide else part.clone()
 
         tensors = tuple(narrow(one, count).requires_grad_() for one, count in zip(self.tensors, heads, strict=True))
         mask = self.mask.reshape(-1, *self.mask.shape[-2:])[0]
         return replace(
-            self, tensors=tensors, of_result=narrow(self.of_result, self.repeats), mask=mask.double() if is_wide else mask,
+            self, tensors=tensors, of_result=narrow(self.of_result, self.repeats), mask=mask.to(wide) if wide else mask,
             dropout=0.0,
         )  # fmt: skip
 
@@ -191,8 +190,12 @@ def _kind(site: FlagSite) -> tuple[Any, ...]:
 def _why_wrong(calls: Sequence[_Call], way: dict[str, bool], check: Callable[..., ModelCheck]) -> str:
     before = {"is_flagged": False, "is_shared": False}
     for call in calls:
-        own, wide = call.one_head(is_wide=False), call.one_head(is_wide=True)
-        found = check(own.run(**way), own.run(**before), functools.partial(wide.run, **before))
+        own = call.one_head()
+
+        def wider(dtype: torch.dtype, call: _Call = call) -> Rows:
+            return call.one_head(dtype).run(**before)
+
+        found = check(own.run(**way), own.run(**before), wider)
         if not found.is_passed:
             return (
                 f"a call's result and gradients are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "

@@ -81,7 +81,7 @@ def test_what_is_compared_is_both_passes_of_a_call_against_float64():
     compared = []
 
     def check(ours, theirs, wide):
-        compared.append((ours, theirs, wide()))
+        compared.append((ours, theirs, wide(torch.float64)))
         return check_gradients(ours, theirs, wide)
 
     _, after = tried(check=check)
