@@ -97,7 +97,7 @@ class Copier:
                 return self._program.operands[number]
             one = scratch[-1 - number]
             return Operand(
-                name=f"scratch{-number}", dtype=one.dtype, is_output=number in written, element_count=one.elements
+                name=scratch_name(number), dtype=one.dtype, is_output=number in written, element_count=one.elements
             )  # fmt: skip
 
         program = Program(
@@ -108,6 +108,11 @@ class Copier:
             is_reduced=is_reduced,
         )
         return Part(program=program, operands=order, tuning=tuning, does=does)
+
+
+def scratch_name(number: int) -> str:
+    """Return the name of scratch tensor n, of which ``number`` is -1 - n."""
+    return f"scratch{-number}"
 
 
 def _inputs_first(operand: int) -> tuple[bool, int]:

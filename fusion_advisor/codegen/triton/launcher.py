@@ -10,6 +10,7 @@ from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.site import Layout, SiteTensor, tensors_of
 from fusion_advisor.codegen.common.value_names import ValueNames
 from fusion_advisor.codegen.split.choose import split_program
+from fusion_advisor.codegen.split.parts import scratch_name
 from fusion_advisor.codegen.triton.direct_launch import compile_options
 from fusion_advisor.codegen.triton.launch import launch_of
 from fusion_advisor.codegen.triton.reference import torch_reference
@@ -91,13 +92,13 @@ def _steps(program: Program, rendered: Rendered, given: Sequence[str]) -> list[s
     parts = split_program(program)
     assert parts is not None
     lines = [
-        f"scratch{n} = torch.empty({one.elements}, dtype=torch.{one.dtype}, device={given[0]}.device)"
-        for n, one in enumerate(parts.scratch, start=1)
+        f"{scratch_name(-1 - n)} = torch.empty({one.elements}, dtype=torch.{one.dtype}, device={given[0]}.device)"
+        for n, one in enumerate(parts.scratch)
     ]
     for part, one in zip(parts.parts, rendered.parts, strict=True):
         calls = calls_of(part.program, flatten_rows=False)
         shape, integers = launch_of(calls, one)
-        names = [given[number] if number >= 0 else f"scratch{-number}" for number in part.operands]
+        names = [given[number] if number >= 0 else scratch_name(number) for number in part.operands]
         constants = [f"{name}={f'tl.{value}' if name == 'INDEX' else value}" for name, value in shape.constants.items()]
         passed = [*names, *(str(value) for _, value in integers), *constants]
         text = ", ".join([*passed, _options(calls, shape, one, is_exact=program.is_exact)])

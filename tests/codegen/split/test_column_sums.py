@@ -15,9 +15,12 @@ import torch
 from fusion_advisor.autotune.tune import candidates
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend, find_compiler
+from fusion_advisor.codegen.split.choose import split_program
 from fusion_advisor.codegen.split.column_sums import split_columns
 from fusion_advisor.codegen.split.several import SeveralKernels, rendered_parts
+from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.codegen.triton.backend import TritonBackend, assembly_for
+from fusion_advisor.verify.check_chain import layout_of
 from tests.codegen.split.test_channel_groups import flat, run_parts
 from tests.kernel_cases.lowered import lower_function
 from tests.lowering.rules.test_backward import drawn
@@ -26,6 +29,8 @@ _aten = torch.ops.aten
 HEADER = Header(title="case", summary="a test", origin="a test")
 SHAPES = [(640, 128), (641, 131), (2100, 33), (4099, 16), (70, 1000)]
 """Rows that a thread's rows divide and rows that none divides; odd columns; few columns of many rows."""
+
+TALL = (33_000, 128)
 
 
 def bias_gradient(gradient, x):
@@ -68,6 +73,34 @@ def test_the_launches_compute_what_the_program_does(function, shape):
     for index, result, want in zip(lowered.outputs, found, results(function, inputs), strict=True):
         meta = ops[index].outputs[0]
         torch.testing.assert_close(result.as_strided(meta.shape, meta.stride), want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("function", CASES)
+def test_sums_of_very_many_rows_are_cut_again(function):
+    inputs = inputs_of(TALL)
+    lowered, ops = lower_function(function, *inputs)
+    parts = split_program(lowered.program)
+    assert [part.does for part in parts.parts] == ["partial", "partial", ""]
+    assert all(split_program(part.program) is None for part in parts.parts)
+    for part in parts.parts:
+        names = [operand.name for operand in part.program.operands]
+        assert len(set(names)) == len(set(part.operands)) == len(names)
+    found = run_parts(parts, [flat(inputs[root]) for root in lowered.inputs])
+    for index, result, want in zip(lowered.outputs, found, results(function, inputs), strict=True):
+        meta = ops[index].outputs[0]
+        torch.testing.assert_close(result.as_strided(meta.shape, meta.stride), want, rtol=1e-11, atol=1e-11)
+
+
+def test_the_file_of_sums_of_very_many_rows_is_python():
+    """Triton reads the file. The launcher names each scratch tensor that a launch reads or writes."""
+    inputs = inputs_of(TALL, torch.bfloat16)
+    lowered, ops = lower_function(bias_gradient, *inputs)
+    rendered = TritonBackend().render(lowered.program, HEADER, tuning=Tuning(), fast_math=False)
+    assert len(rendered.parts) == 3
+    layouts = [layout_of(inputs[root]) for root in lowered.inputs] + [ops[index].outputs[0] for index in lowered.outputs]
+    whole = with_launcher(rendered, lowered.program, tensors=layouts)
+    compile(whole.file_text, "kernel.py", "exec")
+    assert whole.file_text.count("scratch1 = torch.empty(") == whole.file_text.count("scratch2 = torch.empty(") == 1
 
 
 def test_elements_are_read_side_by_side_and_partial_numbers_are_few():
@@ -156,6 +189,10 @@ def judge(backend, folder):
         found = launched(built(backend, lowered, folder / made.__name__)[1], lowered, ops, inputs)
         for ours, want in zip(found, norm_gradients(*(one.double() for one in inputs)), strict=True):
             torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-4)
+    inputs = inputs_of(TALL, torch.bfloat16)
+    lowered, ops = lower_function(bias_gradient, *inputs)
+    found = launched(built(backend, lowered, folder / "tall")[1], lowered, ops, inputs)
+    torch.testing.assert_close(found[1].double(), bias_gradient(*(one.double() for one in inputs))[1], rtol=0.02, atol=1.0)
     if backend.name == "triton":
         lowered, _ = lower_function(norm_gradients, *inputs_of((640, 128), torch.float32))
         kernel = built(backend, lowered, folder / "sizes")[1]
