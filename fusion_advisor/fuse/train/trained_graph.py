@@ -11,6 +11,7 @@ own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from fusion_advisor.fuse.live.model_check import Wide
 from fusion_advisor.fuse.loss.budget import row_of_budget
 from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, judged
 from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
 from fusion_advisor.fuse.train.both_passes import BothPasses, Half
 from fusion_advisor.fuse.train.flag_trial import FlaggedGraph
 from fusion_advisor.fuse.train.gradients import LostGradient, Rows, TrainingStep, WideWithSameNumbers, check_gradients
@@ -248,9 +250,15 @@ class TrainedGraph:
                 half.optimise(args)
 
     def _wide(self, step: TrainingStep, dtype: torch.dtype) -> Rows:
-        """Run the ops as the model calls them in a wider dtype."""
+        """Run the ops as the model calls them in a wider dtype, or all but attention where that does not fit.
+
+        In fp32 and fp64 a GPU runs attention by its formula, which keeps the scores of all layers for the backward pass.
+        """
         assert self._traced is not None
-        return step.run(self._drops(Wide(self._traced, dtype).run), wide=dtype, seed=_SEED)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            return step.run(self._drops(Wide(self._traced, dtype).run), wide=dtype, seed=_SEED)
+        release_cached_memory()
+        return self._wide_halves(step, dtype)
 
     def _wide_halves(self, step: TrainingStep, dtype: torch.dtype) -> Rows:
         """Run both passes as they were traced in a wider dtype, with the random numbers that the narrow ops draw."""

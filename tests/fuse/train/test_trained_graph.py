@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
 from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.train.gradients import check_gradients
+from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.timing.paired import compare_rounds
 from tests.tiny import BANDWIDTH
 
@@ -92,6 +94,30 @@ def test_both_passes_are_fused_and_gradients_are_eagers(made, x):
     assert torch.allclose(step(compiled, x), step(plain, x))
     assert backend.changed == [True, True]
     compare(gradients(model), gradients(plain))
+
+
+def no_memory(value):
+    raise torch.OutOfMemoryError("of attention's scores")
+
+
+def test_where_the_wide_ops_do_not_fit_both_passes_as_they_were_traced_are_the_truth(x):
+    found = []
+
+    def trained(*args, traced, **more):
+        full = torch.fx.GraphModule(traced, copy.deepcopy(traced.graph))
+        with full.graph.inserting_before(full.graph.output_node()):
+            full.graph.call_function(no_memory, (next(iter(full.graph.nodes)),))
+
+        def check(ours, theirs, wide):
+            found.append(check_gradients(ours, theirs, wide))
+            return found[-1]
+
+        return TrainedGraph(*args, traced=full, **more, check=check)
+
+    model = Block()
+    compiled = torch.compile(model, backend=functools.partial(fuse_graph, options=OPTIONS, trained=trained), dynamic=False)
+    step(compiled, x)
+    assert [(one.oracle, one.is_passed) for one in found] == [("float64", True)]
 
 
 def test_gradients_add_up_until_they_are_set_to_none(made, x):
