@@ -6,7 +6,7 @@ against fp64, and the time of forward and backward together. A step that is not 
 
 Attention's masks that say no more than a flag are flags from the start (``flag_trial``): both passes are traced without them.
 Losses whose logits nobody else reads are computed in chunks (``fuse.loss``), in a graph of their own with two passes of its
-own.
+own. Figures of an H200: ``docs/measurements/training_steps.md``.
 """
 
 from __future__ import annotations
