@@ -132,7 +132,7 @@ def test_a_stage_that_changes_a_bit_is_taken_back(is_same):
 
 def test_a_bit_that_changed_on_another_rank_counts_too():
     before, after, same = object(), object(), [torch.ones(2)]
-    for told, stays in (("rank 1: other bits", before), ("", after)):
+    for told, stays, runs in (("rank 1: other bits", before, 5), ("", after, 1)):
         asked = []
         judge = BitJudge(
             before,
@@ -141,4 +141,4 @@ def test_a_bit_that_changed_on_another_rank_counts_too():
             results=lambda _: same,
             worst=lambda own, told=told, asked=asked: asked.append(own) or told,
         )
-        assert judge.after(MERGE_GEMMS, after) is stays and asked == [""]
+        assert judge.after(MERGE_GEMMS, after) is stays and asked == [""] * runs
