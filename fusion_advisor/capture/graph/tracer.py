@@ -179,6 +179,9 @@ def capture_regions(
 
 
 _NO_GRAPH = "dynamo ran it op by op; every frame was skipped or broke at its first op"
+_DOUBLE_BACKWARD = (
+    "its step differentiates a gradient (create_graph=True), and a compiled backward pass has no gradient of its own"
+)
 OWN_GRADIENTS = "the model asks for gradients by itself (enable_grad), so the ops that they go through run as they are"
 
 
@@ -261,7 +264,7 @@ def _run_under_dynamo(
     try:
         with (
             refusals_told(model_id), torch.no_grad(), dynamo.raise_recompile_limit(1024), dynamo.no_collection(),
-            collector_paused(), dispatcher.linear_in_one_step(), lines,
+            dynamo.recurrent_layers_in_graphs(), collector_paused(), dispatcher.linear_in_one_step(), lines,
         ):  # fmt: skip
             return in_one_piece(lambda: compiled.call(*args, **kwargs))
     finally:
@@ -281,6 +284,10 @@ def refusals_told(model_id: str) -> Iterator[None]:
         raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CannotCapture(model_id=model_id, detail=_dynamos_cause(str(error))) from error
+    except RuntimeError as error:
+        if "does not currently support double backward" not in str(error):
+            raise
+        raise CannotCapture(model_id=model_id, detail=_DOUBLE_BACKWARD) from error
 
 
 def refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:

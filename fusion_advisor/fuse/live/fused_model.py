@@ -180,7 +180,7 @@ class FusedModel(InPlace):
             return verified.shortcut(args, kwargs)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
         before = self._rewritten.handed_over
-        with dynamo.raise_recompile_limit(1024):
+        with dynamo.raise_recompile_limit(1024), dynamo.recurrent_layers_in_graphs():
             result = self._compiled(*args, **kwargs)
         verified.is_in_place = self._rewritten.handed_over > before
         if not verified.is_in_place:

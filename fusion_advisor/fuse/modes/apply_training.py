@@ -182,12 +182,22 @@ def _rewritten(job: _Job, ahead: BuildAhead | None) -> tuple[TrainedModel, Journ
             job.step(fused.compiled_call)()
         loaded.model.zero_grad(set_to_none=True)
     if not fused.graphs_of_step:
-        raise CannotCapture(model_id=model_id, detail="none of the graphs that dynamo captured asks for a gradient")
+        raise CannotCapture(model_id=model_id, detail=_no_gradient(loaded.model))
     for graph in fused.graphs_of_step:
         if graph.outcome is not None and graph.outcome.reason:
             job.progress.note(graph.outcome.reason)
     fused.seal([entry.variant for entry in journal.entries if entry.variant is not None])
     return fused, journal
+
+
+def _no_gradient(model: torch.nn.Module) -> str:
+    """Say why no graph asks for a gradient."""
+    found = "none of the graphs that dynamo captured asks for a gradient"
+    layer = next(((name, one) for name, one in model.named_modules() if isinstance(one, torch.nn.RNNBase)), None)
+    if layer is None:
+        return found
+    kind = type(layer[1]).__name__
+    return f"{found}; `{layer[0] or kind}` is a recurrent layer ({kind}), whose callers dynamo runs op by op in training"
 
 
 def _qualified(names: Mapping[int, str], graph_module: GraphModule, args: tuple[Any, ...]) -> tuple[str, ...]:

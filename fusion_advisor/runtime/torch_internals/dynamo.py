@@ -217,6 +217,14 @@ def without_repeated_warnings() -> contextlib.AbstractContextManager[Any]:
     return torch._dynamo.config.patch(ignore_logger_methods=_Ignored([] if once is None else [once]))
 
 
+def recurrent_layers_in_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Let dynamo take ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` into graphs, each as one op.
+
+    By default it runs the whole function that calls one op by op, with all that stands around the call.
+    """
+    return torch._dynamo.config.patch(allow_rnn=True)
+
+
 def no_collection() -> contextlib.AbstractContextManager[Any]:
     """Let dynamo compile without looking for cycles after each frame: it takes 0.25 s with a model of 28 layers."""
     return torch._dynamo.config.patch(run_gc_after_compile=False)

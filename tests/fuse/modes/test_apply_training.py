@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fusion_advisor as fa
-from fusion_advisor.errors import NotTrainable, UnreadableReport, UsageError
+from fusion_advisor.errors import CannotCapture, NotTrainable, UnreadableReport, UsageError
 from fusion_advisor.fuse.dynamo_backend import optimise
 from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
 from fusion_advisor.fuse.modes.apply_training import apply_training
@@ -186,6 +186,31 @@ def test_what_cannot_be_trained_is_refused_with_a_hint(loaded, tmp_path):
     assert read_report(path).training is not None
     with pytest.raises(UnreadableReport, match="it is of a training step"):
         fa.load_plan(tmp_path)
+
+
+class Penalised(Block):
+    """Its loss holds the norm of a gradient."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        rows = super().forward(x)
+        (gradient,) = torch.autograd.grad(rows.sum(), x, create_graph=True)
+        return rows.mean() + (gradient.norm(dim=-1) - 1).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Penalised(), "its step differentiates a gradient (create_graph=True)"),
+        (nn.LSTM(WIDTH, WIDTH), "`LSTM` is a recurrent layer"),
+    ],
+    ids=["double backward", "recurrent"],
+)
+def test_what_no_compiled_backward_pass_can_hold_is_refused_with_its_reason(model, said):
+    model.train()
+    with pytest.raises(CannotCapture, match=re.escape(said)):
+        apply_training(describe_live(model, (torch.randn(8, 5, WIDTH),), phase="train"), OPTIONS)
+    torch.compiler.reset()
 
 
 def test_parts_that_are_frozen_in_eval_mode_stay_so(loaded):

@@ -211,6 +211,26 @@ def test_dynamo_compiles_without_a_collection(monkeypatch):
         assert len(collected) == times
 
 
+class AroundLstm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)[0])
+
+
+def test_recurrent_layers_are_taken_into_graphs_only_where_that_is_asked():
+    for context, count in ((contextlib.nullcontext(), 0), (dynamo.recurrent_layers_in_graphs(), 1)):
+        graphs = []
+        with context, torch.no_grad():
+            dynamo.compiled_call(AroundLstm(), lambda graph, _, seen=graphs: seen.append(graph) or graph.forward)(
+                torch.ones(2, 4)
+            )
+        assert len(graphs) == count
+        torch.compiler.reset()
+
+
 def test_dynamo_says_which_code_it_looked_through():
     class Twice(torch.nn.Module):
         def helper(self, x):
