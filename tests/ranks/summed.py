@@ -28,8 +28,10 @@ from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.request import WorkloadRequest
 from tests.ranks import models
 from tests.ranks.host_kernels import HostKernels
+from tests.ranks.skewed import SkewedTimer
 
 OPTIONS = ApplyOptions(effort="quick", keep="verified", runs=3, steps=1, warmup=1, compile=False)
+WITH_WARM_UP = replace(OPTIONS, effort="usual")
 DECODE = WorkloadRequest(model_id="tiny", device="cpu", phase="decode", context=9)
 
 
@@ -59,7 +61,7 @@ def split(ranks, name):
     return loaded, whole, truth_kwargs
 
 
-def kept_and_restored(ranks, name):
+def kept_and_restored(ranks, name, options):
     """Apply to a split model, save what was kept, revert, restore it in a fresh model and refuse it on another rank count."""
     made = []
 
@@ -68,7 +70,7 @@ def kept_and_restored(ranks, name):
         return made[-1]
 
     loaded, whole, truth_kwargs = split(ranks, name)
-    run = apply_on_ranks(ranks, loaded, OPTIONS, Progress(), lambda _: None, measured=Instruments(group_kernels=kernels))
+    run = apply_on_ranks(ranks, loaded, options, Progress(), lambda _: None, measured=Instruments(group_kernels=kernels))
     rows = [row for row in run.report.fusions if row.kernel == TITLE]
     others = {row.kernel: row.status.value for row in run.report.fusions if row.kernel == "add_rmsnorm"}
     error = error_of(run.fused, loaded.kwargs, whole, truth_kwargs)
@@ -77,9 +79,9 @@ def kept_and_restored(ranks, name):
         "name": name, "rank": ranks.rank, "plan": plan_entries(run.report), "error": error, "launched": own.launches > 0,
         "status": [row.status.value for row in rows], "replaced": [row.receipt.sites_replaced for row in rows],
         "before": [row.receipt.launches_before for row in rows], "bytes": [row.kernel_bytes for row in rows],
-        "reasons": [row.reason for row in rows], "numerics": [row.numerics is not None and row.numerics.is_passed for row in rows],
+        "reasons": [row.reason for row in rows], "numerics": [row.numerics.is_passed for row in rows if row.numerics],
         "tuning": [row.rendered[0].tuning for row in rows if row.rendered], "add_rmsnorm": others,
-        "warm_up_freed": all(not one.is_there for one in made[1:]) and len(made) > 1, "fallbacks": list(run.fused.fallbacks),
+        "there": [one.is_there for one in made], "warnings": run.report.warnings, "fallbacks": list(run.fused.fallbacks),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         write_capture(run.capture, Path(folder) / "capture.json.gz")
@@ -92,7 +94,7 @@ def kept_and_restored(ranks, name):
         told["acquired"] = own.acquired
         run.revert()
         saved = load_plan(folder)
-        other, _, _ = split(ranks, name)
+        other, whole, truth_kwargs = split(ranks, name)  # a cache of its own: the first one has grown by now
         before = len(made)
         with apply_plan(other, saved, group_kernels=kernels) as restored:
             told["restored"] = error_of(restored, other.kwargs, whole, truth_kwargs)
@@ -124,31 +126,34 @@ def refusal_of(loaded, saved, kernels):
     return ""
 
 
-def left_out(ranks, name, measured):
-    """Apply to a split model where the kernel has no place."""
+def judged(ranks, name, measured, options=OPTIONS):
+    """Apply to a split model and tell what became of the kernel."""
     loaded, whole, truth_kwargs = split(ranks, "qwen2")
-    run = apply_on_ranks(ranks, loaded, OPTIONS, Progress(), lambda _: None, measured=measured)
+    run = apply_on_ranks(ranks, loaded, options, Progress(), lambda _: None, measured=measured)
     rows = [row for row in run.report.fusions if row.kernel == TITLE]
     error = error_of(run.fused, loaded.kwargs, whole, truth_kwargs)
     run.revert()
     return {
         "name": name, "rank": ranks.rank, "status": [row.status.value for row in rows], "reasons": [row.reason for row in rows],
-        "error": error,
+        "error": error, "plan": plan_entries(run.report), "deltas": [row.step_delta_ns for row in rows],
     }  # fmt: skip
 
 
 def main():
     """Print what each run came to, rank by rank."""
     ranks = join()
-    told = [kept_and_restored(ranks, name) for name in ("qwen2", "decode")]
-    told.append(left_out(ranks, "cpu", Instruments()))
-    spoilt = []
+    told = [kept_and_restored(ranks, *one) for one in (("qwen2", WITH_WARM_UP), ("decode", OPTIONS))]
+    told.append(judged(ranks, "cpu", Instruments()))
+    made = []
 
-    def wrong(group_name, device):
-        spoilt.append(HostKernels(spoils=(1,)))
-        return spoilt[-1]
+    def kernels(spoils=()):
+        made.append(HostKernels(spoils))
+        return made[-1]
 
-    told.append({**left_out(ranks, "wrong", Instruments(group_kernels=wrong)), "freed": not spoilt[0].is_there})
+    told.append(judged(ranks, "wrong", Instruments(group_kernels=lambda *_: kernels(spoils=(1,)))))
+    timed = Instruments(group_kernels=lambda *_: kernels(), timer=SkewedTimer(ranks.rank))
+    told.append(judged(ranks, "timed", timed, replace(OPTIONS, keep="paying", min_gain=0.0)))
+    told[-1]["there"] = [one.is_there for one in made]
     for one in told:
         sys.stdout.write(f"RESULT {json.dumps(one)}\n")
     sys.stdout.flush()

@@ -52,8 +52,6 @@ class SumKind:
 
     call: NormCall
     group_name: str
-    names: tuple[str, ...]
-    """Of the results."""
     sites: tuple[SumPlace, ...]
 
     @property
@@ -91,7 +89,7 @@ def find_kinds(
         for index in lowered.given
     }
     node_at = {index: node for one in bench.index_of for node, index in one.items()}
-    found: dict[tuple[NormCall, str, tuple[str, ...]], list[SumPlace]] = {}
+    found: dict[tuple[NormCall, str], list[SumPlace]] = {}
     left: list[LeftSum] = []
     gone = set(taken)
     for index, op in enumerate(bench.ops):
@@ -103,10 +101,8 @@ def find_kinds(
             left.append(LeftSum(index=index, reason=str(reason)))
             continue
         gone.update(site.place.members)
-        found.setdefault((call, group_name, tuple(name for name, _ in site.outputs)), []).append(site)
-    kinds = [
-        SumKind(call=call, group_name=group, names=names, sites=tuple(sites)) for (call, group, names), sites in found.items()
-    ]
+        found.setdefault((call, group_name), []).append(site)
+    kinds = [SumKind(call=call, group_name=group, sites=tuple(sites)) for (call, group), sites in found.items()]
     return kinds, left
 
 
