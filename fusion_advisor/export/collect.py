@@ -128,7 +128,7 @@ def _module(
     rows = {row.id: row for row in saved.report.rewrites}
     left_out = [_CUDA_GRAPH] if CUDA_GRAPH.id in saved.rewrites else []
     refused = {one.id: reason for one in restored.linears if (reason := why_not(one))}
-    left_out += [f"{row.id} {row.kernel}: {refused[row.id]}" for row in saved.linears if row.id in refused]
+    left_out += [f"{row.id} {row.kernel}: {refused[row.id]}" for row in (*saved.linears, *saved.sums) if row.id in refused]
     passes: list[str] = []
     build = _builder(restored, linears)
     for name in kept_passes(saved.report.rewrites):

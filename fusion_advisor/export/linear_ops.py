@@ -11,6 +11,7 @@ from fusion_advisor.codegen.gemm.registry import gemv_backend
 from fusion_advisor.export.kernel_ops import KernelOp, KernelOps, free_name, layout_key
 from fusion_advisor.export.scan_ops import scan_op
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, LinearSource
+from fusion_advisor.fuse.rewrite.collective_kernels import GroupCall
 from fusion_advisor.records import TensorMeta
 
 _WITH_TENSOR_MAPS = "cuda_wgmma"
@@ -24,6 +25,8 @@ def why_not(linear: BuiltLinear) -> str:
     """
     if linear.source is not None and linear.source.config.form == _WITH_TENSOR_MAPS:
         return "its launch needs Hopper's tensor maps, which a package does not make"
+    if any(isinstance(site.call, GroupCall) for site in linear.sites):
+        return "it writes into the memory of other GPUs, which a package does not map"
     return ""
 
 

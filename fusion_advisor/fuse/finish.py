@@ -28,6 +28,8 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.prediction.interval import with_intervals
 from fusion_advisor.fuse.receipts import reverted, with_kernels, with_receipt
+from fusion_advisor.fuse.rewrite.collective_kernels import ALL_REDUCE_NORM
+from fusion_advisor.fuse.rewrite.collective_kernels import TITLE as SUM_TITLE
 from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS, TITLE
 from fusion_advisor.fuse.whole_model_gate import comparable_device_ns, why_nothing_stays, why_parts_do_not_pay
@@ -141,9 +143,11 @@ def _installed(job: Job, kept: KeptStep) -> Installed:
         notes=(*report.notes, *method_notes(decision, options, bench)),
     )
     scans = {row.id for row in report.fusions if row.kernel == TITLE and not row.chain_id}
-    with_linears = any(one.id not in (GEMM_EPILOGUE.id, *scans) for one in kept.linears)
+    sums = {row.id for row in report.fusions if row.kernel == SUM_TITLE and not row.chain_id}
+    with_linears = any(one.id not in (GEMM_EPILOGUE.id, *scans, *sums) for one in kept.linears)
     with_scans = any(one.id in scans for one in kept.linears)
-    kinds = [LINEAR_KERNELS.id] * with_linears + [SCAN_KERNELS.id] * with_scans
+    with_sums = any(one.id in sums for one in kept.linears)
+    kinds = [LINEAR_KERNELS.id] * with_linears + [SCAN_KERNELS.id] * with_scans + [ALL_REDUCE_NORM.id] * with_sums
     plan = ReusablePlan(
         fusions=tuple(kept.built), rewrites=(*kept_ids(report.rewrites), *kinds),
         rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=options.fast_math, tolerance=options.tolerance,
@@ -265,8 +269,10 @@ def concluded(installed: Installed, measured: Measured) -> AppliedRun:
         final = reverted(final, refusal)
     if refusal is None and not job.options.dry_run:
         fused.apply()
-    elif fused.graphs is not None:
-        fused.graphs.forget()
+    else:
+        if fused.graphs is not None:
+            fused.graphs.forget()
+        fused.forget()
     fused.report = final
     return AppliedRun(fused=fused, report=final, capture=job.capture)
 

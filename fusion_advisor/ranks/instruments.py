@@ -18,6 +18,7 @@ import torch
 from fusion_advisor.autotune.tune import Tuned, best_tuning
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.collectives.group_kernels import join_group
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.step_profile import walls
 from fusion_advisor.fuse.installed import LastStage
@@ -75,7 +76,8 @@ def instruments_of(
         ranks: of the run.
         on_cuda: whether they have GPUs.
         on_capture: gets this rank's own capture.
-        measured: what this rank measures by itself: its timer, memory, captures, traced steps and launch parameters.
+        measured: what this rank measures by itself: its timer, memory, captures, traced steps, launch parameters and kernels of
+            groups.
     """
     timer = AgreedTimer(measured.timer or step_timer(on_cuda=on_cuda), ranks)
 
@@ -101,6 +103,7 @@ def instruments_of(
         tune=functools.partial(agreed_tuning, ranks, measured.tune or best_tuning),
         worst=functools.partial(worst_problem, ranks),
         exchange=functools.partial(ranks.gather, patience_s=COMPILED_S),
+        group_kernels=measured.group_kernels or functools.partial(join_group, exchange=ranks.gather),
         rest=0.0,
     )
 
@@ -212,5 +215,5 @@ def last_stage(ranks: Ranks, instruments: Instruments) -> LastStage:
 
     return LastStage(
         check_model=check, check_part=check, graph_recorder=lambda _: None,
-        measure_warm_up=functools.partial(measure_warm_up, worst=instruments.worst),
+        measure_warm_up=functools.partial(measure_warm_up, worst=instruments.worst, group_kernels=instruments.group_kernels),
     )  # fmt: skip

@@ -104,6 +104,8 @@ def _cuda_step(trace: Trace, step: Event, ranges: _Ranges) -> Step:
 
 def category_of(kernel_name: str, op_name: str) -> str:
     """Return a launch's category: ``fused`` for a kernel of ours, else the class of the op that it was launched from."""
+    if kernel_name.startswith(f"{FUSED_PREFIX}all_reduce_"):  # it runs until the last rank has come to it
+        return OpClass.COLLECTIVE.value
     if kernel_name.startswith(FUSED_PREFIX):
         return "fused"
     if kernel_name.startswith(("Memcpy", "Memset")):

@@ -146,6 +146,7 @@ def other_rewrites(saved: SavedPlan) -> tuple[str, ...]:
         saved: the plan.
     """
     rows = [f"{row.id} {row.kernel}: kernels of linear layers are not exported" for row in saved.linears]
+    rows += [f"{row.id} {row.kernel}: a kernel in which ranks meet is not exported" for row in saved.sums]
     return (*rows, *(f"{row.id} ({row.name}): it is no kernel of a chain" for row in saved.rewrites.values()))
 
 

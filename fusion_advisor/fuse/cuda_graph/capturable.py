@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import source_of, storages, written_storages
 from fusion_advisor.capture.graph.op_classes import is_collective
+from fusion_advisor.fuse.rewrite.collective_kernels import GroupCall
 
 _WAITING = frozenset({"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
 """Ops that hand a value to the host, or whose result's size does."""
@@ -21,7 +22,11 @@ _RECORDABLE_COLLECTIVES = "_c10d_functional."
 
 def has_collectives(module: GraphModule) -> bool:
     """Whether a region has an op between processes."""
-    return any(node.op == "call_function" and is_collective(str(node.target)) for node in module.graph.nodes)
+    return any(node.op == "call_function" and _meets_ranks(node) for node in module.graph.nodes)
+
+
+def _meets_ranks(node: Node) -> bool:
+    return isinstance(node.target, GroupCall) or is_collective(str(node.target))
 
 
 def host_work(module: GraphModule, *, holds_collectives: bool = False) -> str | None:
@@ -31,14 +36,16 @@ def host_work(module: GraphModule, *, holds_collectives: bool = False) -> str | 
 
     Args:
         module: the region.
-        holds_collectives: all ranks record and replay together, and what communicates is NCCL, whose kernels a graph can hold.
+        holds_collectives: all ranks record and replay together, and what communicates is NCCL or a kernel of ours, which a graph
+            can hold.
     """
     for node in module.graph.nodes:
         name = _op_name(node)
         if node.op != "call_function" or name == "getitem":
             continue
-        if is_collective(str(node.target)):
-            if holds_collectives and str(node.target).startswith(_RECORDABLE_COLLECTIVES):
+        if _meets_ranks(node):
+            is_recordable = isinstance(node.target, GroupCall) or str(node.target).startswith(_RECORDABLE_COLLECTIVES)
+            if holds_collectives and is_recordable:
                 continue
             return f"processes meet in {place_of(node)}"
         if name in _WAITING:

@@ -10,6 +10,7 @@ import torch
 
 from fusion_advisor.autotune.tune import Tuned
 from fusion_advisor.capture.trace.attribute import Step
+from fusion_advisor.collectives.group_kernels import GroupKernels
 from fusion_advisor.fuse.decide.graph_diff_cost import change_alone, saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import Decision, decide, on_top
 from fusion_advisor.fuse.decide.quick import decide_quickly, on_top_quickly
@@ -48,6 +49,8 @@ class Instruments:
         tune: chooses a kernel's launch parameters; None: this process by itself.
         worst: given what is wrong with a kernel, or an empty text, returns what counts.
         exchange: given what is exchanged and a value, returns the values of all ranks; None: one process runs the step.
+        group_kernels: given a process group's name and a device, returns the kernels in which its ranks meet, or why there are
+            none, equal on all ranks; None: one process runs the step.
         rest: idle time ahead of each timed run of a step, as a multiple of the run before it; None: found out.
     """
 
@@ -65,6 +68,7 @@ class Instruments:
     tune: Callable[..., Tuned] | None = None
     worst: Callable[[str], str] = as_it_is
     exchange: Callable[[str, Any], Sequence[Any]] | None = None
+    group_kernels: Callable[[str, torch.device], GroupKernels | str] | None = None
     rest: float | None = None
 
     def with_effort(self, effort: Effort) -> Instruments:

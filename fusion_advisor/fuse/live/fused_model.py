@@ -11,7 +11,7 @@ Several calls may be verified: one plan per signature, each added by :meth:`Fuse
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.fx import GraphModule
@@ -26,6 +26,7 @@ from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_objec
 from fusion_advisor.fuse.live.graph_table import GraphTable
 from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
 from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, specialise
+from fusion_advisor.fuse.rewrite.collective_kernels import group_kernels_in
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.serve import ShapeTable, VerifiedCall
@@ -287,8 +288,17 @@ class FusedModel(InPlace):
             return False  # a cache that grows is another call at every step
         return len(self.specialised) < self._on_first_use
 
+    def apply(self) -> Self:
+        """Put the fusions in place; with kernels in which ranks meet, all ranks come here, and make their buffers first."""
+        if not self.is_applied:
+            for kernels in group_kernels_in(self._rewritten.modules):
+                kernels.acquire()
+        return super().apply()
+
     def forget(self) -> None:
-        """Drop what dynamo's traces keep of the tensors that were traced."""
+        """Drop what dynamo's traces keep of the tensors that were traced, and free buffers between ranks."""
+        for kernels in group_kernels_in(self._rewritten.modules):
+            kernels.release()
         self._rewritten.forget_real_tensors()
         for call in self._verified.values():
             if call.shortcut is not None:

@@ -10,6 +10,8 @@ import torch
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Rendered
 from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
 from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.collectives.group_kernels import GroupKernels, gathered, join_group
+from fusion_advisor.collectives.launch_shape import Way
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.files.safe_name import path_inside
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, LinearSource
@@ -18,9 +20,13 @@ from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.stages import scan_kernels, try_epilogues
+from fusion_advisor.fuse.stages.collective_sites import SumKind, find_kinds, read_tuning
+from fusion_advisor.fuse.stages.collective_sites import build as build_sum
+from fusion_advisor.fuse.stages.collective_sites import check_first as check_first_sum
+from fusion_advisor.fuse.stages.collective_sites import install as install_sum
 from fusion_advisor.fuse.stages.linear_kernels import Made, build, check_first, header_of, install
 from fusion_advisor.fuse.stages.linear_kinds import Kind
-from fusion_advisor.records import GraphRewrite, RenderedKernel
+from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel
 from fusion_advisor.verify.check_chain import check_calls, layout_of, why_wrong, widest, with_special_rows
 
 
@@ -174,3 +180,105 @@ def build_scans(bench: Bench, saved: SavedPlan, device: torch.device, taken: Ite
             raise PlanMismatch(run=saved.run_dir.name, detail=detail)
         found.append(scan_kernels.install(bench, kind, made, name=row.id))
     return found
+
+
+MakesKernels = Callable[[str, torch.device], GroupKernels | str]
+"""Given a process group's name and a device, returns the kernels in which its ranks meet, or why there are none."""
+
+
+def join_by_torch(group_name: str, device: torch.device) -> GroupKernels | str:
+    """Return the kernels of a group whose ranks agree through the group itself: no run of ours is there to do it.
+
+    Args:
+        group_name: of the process group.
+        device: of this rank.
+    """
+    return join_group(group_name, device, gathered)
+
+
+def build_sums(
+    bench: Bench,
+    saved: SavedPlan,
+    fusions: Sequence[PlannedFusion],
+    device: torch.device,
+    taken: Iterable[int],
+    make: MakesKernels,
+) -> list[BuiltLinear]:
+    """Build the kernels in which ranks sum together again and check their numbers; all ranks come here.
+
+    Args:
+        bench: over the graphs as the plan left them.
+        saved: the plan.
+        fusions: what kernels compute in these graphs.
+        device: where they run.
+        taken: ops that other kernels have taken in.
+        make: the kernels of a group.
+
+    Raises:
+        PlanMismatch: this model has no such sums, the ranks have no such kernel, or its numbers no longer pass.
+    """
+    if not saved.sums:
+        return []
+    kinds = {f"A{number}": kind for number, kind in enumerate(find_kinds(bench, fusions, list(taken))[0], start=1)}
+    groups: dict[str, GroupKernels | str] = {}
+    found = []
+    for row in saved.sums:
+        kind = kinds.get(row.id)
+        if kind is None:
+            raise PlanMismatch(run=saved.run_dir.name, detail=f"this model has no sum over ranks for {row.id} {row.kernel}")
+        if kind.group_name not in groups:
+            groups[kind.group_name] = make(kind.group_name, device)
+        kernels = groups[kind.group_name]
+        if isinstance(kernels, str):
+            raise PlanMismatch(run=saved.run_dir.name, detail=f"{row.id} {row.kernel}: {kernels}")
+        found.append(_built_sum(bench, saved, row, kind, kernels))
+    return found
+
+
+def _built_sum(bench: Bench, saved: SavedPlan, row: Fusion, kind: SumKind, kernels: GroupKernels) -> BuiltLinear:
+    refuse_other_ranks(saved, kernels.world_size)
+    way, _ = ranks_of(saved, row)
+    bench.observe((), also=kind.sites[0].place.inputs)
+    try:
+        path = path_inside(saved.run_dir, row.rendered[0].path)
+        made = build_sum(kind, kernels, way, path)
+    except KernelBuildFailed as failure:
+        raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
+    numerics = check_first_sum(bench, kind, made, tolerance=saved.report.tolerance)
+    if made.kernel.name != row.rendered[0].name or not numerics.is_passed:
+        detail = f"{row.id} {row.kernel}: it is another kernel, or its numbers no longer pass"
+        raise PlanMismatch(run=saved.run_dir.name, detail=detail)
+    return install_sum(bench, kind, made, name=row.id)
+
+
+def refuse_other_ranks(saved: SavedPlan, world_size: int) -> None:
+    """Refuse a plan whose kernels sum over another number of ranks.
+
+    Args:
+        saved: the plan.
+        world_size: number of ranks that run the step now.
+
+    Raises:
+        PlanMismatch: with both numbers.
+    """
+    for row in saved.sums:
+        _, ranks = ranks_of(saved, row)
+        if ranks != world_size:
+            detail = f"its kernels sum over {ranks} ranks, and {world_size} run this"
+            raise PlanMismatch(run=saved.run_dir.name, detail=detail)
+
+
+def ranks_of(saved: SavedPlan, row: Fusion) -> tuple[Way, int]:
+    """Return the way to sum and the number of ranks of a kernel's row.
+
+    Args:
+        saved: the plan.
+        row: one of its ``sums``.
+
+    Raises:
+        PlanMismatch: the report does not say.
+    """
+    try:
+        return read_tuning(row.rendered[0].tuning if row.rendered else "")
+    except ValueError as error:
+        raise PlanMismatch(run=saved.run_dir.name, detail=f"{row.id} {row.kernel}: {error}") from error

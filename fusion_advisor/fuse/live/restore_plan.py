@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, capture_regions
@@ -26,7 +27,17 @@ from fusion_advisor.fuse.decide.rebind import CannotMove
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Variant
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.graph_difference import first_difference, named_site
-from fusion_advisor.fuse.live.restore_kernels import build_epilogues, build_fusions, build_linears, build_scans, find_epilogues
+from fusion_advisor.fuse.live.restore_kernels import (
+    MakesKernels,
+    build_epilogues,
+    build_fusions,
+    build_linears,
+    build_scans,
+    build_sums,
+    find_epilogues,
+    join_by_torch,
+    refuse_other_ranks,
+)
 from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
 from fusion_advisor.fuse.live.specialize import ReusablePlan, gemm_rows
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
@@ -34,6 +45,7 @@ from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, kept_passes
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite.collective_kernels import ALL_REDUCE_NORM
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS
 from fusion_advisor.fuse.stages.linear_kernels import Made, build
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
@@ -48,7 +60,12 @@ from fusion_advisor.workload.load import LoadedWorkload
 
 
 def apply_plan(
-    loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | None = None, *, build_linear: Callable[..., Made] = build
+    loaded: LoadedWorkload,
+    saved: SavedPlan,
+    clock: PhaseClock | None = None,
+    *,
+    build_linear: Callable[..., Made] = build,
+    group_kernels: MakesKernels = join_by_torch,
 ) -> FusedModel:
     """Put a saved plan into a live model: capture, build, check every kernel's numbers, install.
 
@@ -57,6 +74,7 @@ def apply_plan(
         saved: from :func:`load_plan`.
         clock: of the phases.
         build_linear: builds a kernel of a linear at a configuration.
+        group_kernels: makes the kernels in which ranks meet. Where the plan has some, all ranks put it in place together.
 
     Raises:
         PlanMismatch: this model or this call gives another graph, another device, or a kernel's numbers no longer pass.
@@ -68,14 +86,22 @@ def apply_plan(
         raise PlanMismatch(
             run=saved.run_dir.name, detail=f"it was made on {saved.capture.environment.device_kind}, this is {kind}"
         )
+    if saved.sums:
+        refuse_other_ranks(saved, dist.get_world_size() if dist.is_initialized() else 1)
     clock = clock or PhaseClock(Progress())
     # Dynamo keeps so many objects that the collector takes half a second to walk them.
     with current_device(device), collector_paused(), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
-        return in_one_piece(lambda: _put_in(loaded, saved, clock, build_linear))
+        return in_one_piece(lambda: _put_in(loaded, saved, clock, build_linear, group_kernels))
 
 
 def measure_warm_up(
-    loaded: LoadedWorkload, capture: Capture, report: Report, bench: Bench, *, worst: Callable[[str], str] = str
+    loaded: LoadedWorkload,
+    capture: Capture,
+    report: Report,
+    bench: Bench,
+    *,
+    worst: Callable[[str], str] = str,
+    group_kernels: MakesKernels | None = None,
 ) -> WarmUp:
     """Save a plan, put it in place as another process would, run one step, and take it out again.
 
@@ -85,6 +111,7 @@ def measure_warm_up(
         report: of this run, with what was kept.
         bench: of this run; its inputs are put back as they were.
         worst: given why the plan does not hold, or an empty text, returns what counts: ranks run a step together or not at all.
+        group_kernels: makes the kernels in which ranks meet; None: as another process would.
 
     Raises:
         PlanMismatch: the plan does not hold a second time.
@@ -99,7 +126,7 @@ def measure_warm_up(
         started = time.perf_counter()
         with clock.phase("read the plan"):
             saved = load_plan(folder)
-        fused = _applied_on_all(loaded, saved, clock, worst)
+        fused = _applied_on_all(loaded, saved, clock, worst, group_kernels or join_by_torch)
         try:
             with clock.phase("first step"), torch.no_grad():
                 fused(*loaded.args, **loaded.kwargs)
@@ -116,10 +143,12 @@ def measure_warm_up(
     return WarmUp(phases_s=(*clock.durations_s, *between), build_s=round(sum(built) / 1e9, 3))
 
 
-def _applied_on_all(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, worst: Callable[[str], str]) -> FusedModel:
+def _applied_on_all(
+    loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, worst: Callable[[str], str], group_kernels: MakesKernels
+) -> FusedModel:
     """Put a plan in place, where that is possible for all who run the step."""
     try:
-        fused = apply_plan(loaded, saved, clock)
+        fused = apply_plan(loaded, saved, clock, group_kernels=group_kernels)
     except AdvisorError as error:
         worst(str(error))
         raise
@@ -131,7 +160,7 @@ def _applied_on_all(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock,
 
 def put_together(
     loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, *, build_linear: Callable[..., Made] = build,
-    with_lines: bool = False,
+    group_kernels: MakesKernels = join_by_torch, with_lines: bool = False,
 ) -> Restored:  # fmt: skip
     """Capture the model again and build a plan's kernels for it; the model itself stays as it is.
 
@@ -140,6 +169,7 @@ def put_together(
         saved: from :func:`load_plan`.
         clock: of the phases.
         build_linear: builds a kernel of a linear at a configuration.
+        group_kernels: makes the kernels in which ranks meet.
         with_lines: note the source lines of each op, which takes an eighth longer.
 
     Raises:
@@ -152,11 +182,13 @@ def put_together(
             detail = named_site(saved.fusions, *difference) if difference else "the model gives another graph each time"
             raise PlanMismatch(run=saved.run_dir.name, detail=detail)
     with clock.phase("kernels"):
-        return _restored(bench, loaded, saved, build_linear)
+        return _restored(bench, loaded, saved, build_linear, group_kernels)
 
 
-def _put_in(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, build_linear: Callable[..., Made]) -> FusedModel:
-    restored = put_together(loaded, saved, clock, build_linear=build_linear)
+def _put_in(
+    loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, build_linear: Callable[..., Made], group_kernels: MakesKernels
+) -> FusedModel:
+    restored = put_together(loaded, saved, clock, build_linear=build_linear, group_kernels=group_kernels)
     with clock.phase("install"):
         bench, plan, live = restored.bench, restored.plan, restored.live
         variant = restored.variant(saved)
@@ -189,7 +221,9 @@ class Restored:
         return self.bench.build(self.plan.fusions, kept_passes(saved.report.rewrites), self.linears)
 
 
-def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_linear: Callable[..., Made]) -> Restored:
+def _restored(
+    bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_linear: Callable[..., Made], group_kernels: MakesKernels
+) -> Restored:
     """Change the graphs as the plan did, and build and check its kernels on them."""
     fusions, live = list(saved.fusions), bench.live
     free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
@@ -213,8 +247,12 @@ def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_line
     taken = [index for linear in linears for site in linear.sites for index in site.members]
     scans = build_scans(bench, saved, torch.device(loaded.record.device), taken)
     linears += scans
+    taken += [index for scan in scans for site in scan.sites for index in site.members]
+    sums = build_sums(bench, saved, fusions, torch.device(loaded.record.device), taken, group_kernels)
+    linears += sums
     bench.values.clear()
-    kept = (*saved.rewrites, *([LINEAR_KERNELS.id] if gemvs else []), *([SCAN_KERNELS.id] if scans else []))
+    made = ((LINEAR_KERNELS.id, gemvs), (SCAN_KERNELS.id, scans), (ALL_REDUCE_NORM.id, sums))
+    kept = (*saved.rewrites, *(name for name, kernels in made if kernels))
     plan = ReusablePlan(
         fusions=tuple(built), rewrites=kept, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=fast_math,
         tolerance=saved.report.tolerance,

@@ -21,6 +21,7 @@ from fusion_advisor.fuse.passes.patch_conv_to_gemm import PATCH_GEMM
 from fusion_advisor.fuse.passes.slice_pushdown import NARROW_ROWS
 from fusion_advisor.fuse.passes.split_bias import SPLIT_BIASES
 from fusion_advisor.fuse.passes.window_conv_to_gemm import WINDOW_GEMM
+from fusion_advisor.fuse.rewrite.collective_kernels import ALL_REDUCE_NORM
 from fusion_advisor.fuse.rewrite.record import LayoutRewrite, PassRewrite, Rewrite
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS
 from fusion_advisor.records import GraphRewrite, RewriteStage, Status
@@ -49,6 +50,7 @@ REWRITES: tuple[Rewrite, ...] = (
     GEMM_EPILOGUE,
     LINEAR_KERNELS,
     SCAN_KERNELS,
+    ALL_REDUCE_NORM,
     CUDA_GRAPH,
 )
 """An earlier rewrite may be a condition of a later one: the records' ``after`` say which and why, and a test checks the order."""

@@ -100,6 +100,13 @@ class ScanRewrite(Rewrite):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CollectiveRewrite(Rewrite):
+    """Sums over ranks with the ops after them as kernels of ours: calls of one size have a row and a verdict of their own."""
+
+    stage: ClassVar[RewriteStage] = RewriteStage.ON_TOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRewrite(Rewrite):
     """A change of a training step's graph before it is split into two passes: it is judged by the gradients of the whole step."""
 

@@ -16,8 +16,9 @@ from fusion_advisor.fuse.decide.try_fusions import FASTEST
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
-from fusion_advisor.fuse.rewrite.record import EpilogueRewrite, KernelRewrite, LayoutRewrite, ScanRewrite
+from fusion_advisor.fuse.rewrite.record import CollectiveRewrite, EpilogueRewrite, KernelRewrite, LayoutRewrite, ScanRewrite
 from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, linear_kernels
+from fusion_advisor.fuse.stages.try_collectives import place_sums
 from fusion_advisor.fuse.stages.try_epilogues import compute_in_epilogues
 from fusion_advisor.fuse.stages.try_layout_change import try_layout_change
 from fusion_advisor.fuse.stages.try_linear_kernels import place_gemvs
@@ -86,9 +87,16 @@ def _try_scans(kept: Kept, _rewrite: ScanRewrite, trial: Trial) -> Kept:
     )
 
 
+def _try_sums(kept: Kept, _rewrite: CollectiveRewrite, trial: Trial) -> Kept:
+    return place_sums(
+        kept, trial.options, trial.progress, kernel_dir=trial.kernel_dir, budget_s=trial.budget_s, instruments=trial.instruments
+    )
+
+
 _TRY: Mapping[type, Callable[[Kept, Any, Trial], Kept]] = {
     LayoutRewrite: _try_layout_change,
     EpilogueRewrite: _try_epilogues,
     KernelRewrite: _try_kernels,
     ScanRewrite: _try_scans,
+    CollectiveRewrite: _try_sums,
 }

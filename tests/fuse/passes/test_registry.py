@@ -23,7 +23,7 @@ IDS = [
     "contiguous-rows", "channels-last", "contiguous-masks",
     "drop-masks", "group-heads", "share-masks", "share-values", "batch-counters", "split-biases", "pad-gemm", "odd-width-gemm",
     "patch-gemm", "window-gemm", "fold-constants", "fold-frozen", "narrow-rows", "merge-gemms", "gemm-epilogue",
-    "linear-kernels", "scan-kernels", "cuda-graph", "linear-cross-entropy", "pad-products", "memory-budget",
+    "linear-kernels", "scan-kernels", "all-reduce-norm", "cuda-graph", "linear-cross-entropy", "pad-products", "memory-budget",
 ]  # fmt: skip
 """What reports and saved plans know: add to them, and never rename one."""
 
