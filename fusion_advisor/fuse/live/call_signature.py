@@ -111,6 +111,7 @@ class Seen:
         lengths: of the holders, when they were read.
         contents: of the holders then, one after the other.
         refers_to_itself: something inside refers to the object: remembered, it would never be freed.
+        followed: what callers note to compare the object in bulk, each by a token of its own.
     """
 
     value: Callable[[], Any]
@@ -119,6 +120,7 @@ class Seen:
     lengths: list[int] = field(default_factory=list)
     contents: list[Any] = field(default_factory=list)
     refers_to_itself: bool = False
+    followed: dict[object, Any] = field(default_factory=dict)
 
     def note(self, holder: Collection[Any]) -> None:
         """Remember what a part of the object holds."""
