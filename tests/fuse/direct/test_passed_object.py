@@ -97,8 +97,7 @@ def noted(made):
 
 def copy_of(memory):
     made = object.__new__(type(memory))
-    vars(made).update({name: value for name, value in vars(memory).items() if name != "layers"})
-    made.layers = []
+    vars(made).update({**vars(memory), "layers": []})  # in the same order
     copies = {}
     for layer in memory.layers:
         one = object.__new__(type(layer))
