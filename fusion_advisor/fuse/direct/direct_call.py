@@ -97,9 +97,9 @@ class DirectCall:
         """Return a call's variables by name, as the guards find them."""
         return self._frame.variables(args, kwargs)
 
-    def fits(self, variables: dict[str, Any]) -> bool:
-        """Whether the guards that are left to dynamo hold for a call's variables."""
-        return self._check(variables)
+    def fits(self, variables: dict[str, Any], leaves: Sequence[torch.Tensor] = (), objects: Sequence[Any] = ()) -> bool:
+        """Whether the guards hold that are not of the model, for a call's variables; see :meth:`may_run` for the rest."""
+        return self._passed.check(variables, leaves, objects, self._check) if objects else self._check(variables)
 
     def passes_all_guards(self, variables: dict[str, Any]) -> bool:
         """Whether all of dynamo's guards hold for a call's variables: slow, and for measurements."""
@@ -122,8 +122,7 @@ class DirectCall:
         """
         if not compiled_code.is_stance_default() or not self.is_current():
             return False
-        variables = self.variables(args, kwargs)
-        return self._passed.check(variables, leaves, objects, self._check) if objects else self._check(variables)
+        return self.fits(self.variables(args, kwargs), leaves, objects)
 
     def is_current(self) -> bool:
         """Whether all that was noted of the model is as it was, and dynamo still has the code."""
