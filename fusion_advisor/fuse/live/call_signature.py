@@ -167,7 +167,7 @@ class Seen:
     def is_same(self, value: Any) -> bool:
         """Whether it is that object and all that it holds is what was read.
 
-        Versions of dicts and items of lists say so at once: 28 layers of a cache take 4 µs in place of 20.
+        Versions of dicts and items of lists say so at once: a call with 28 layers of a cache takes 10 µs in place of 20.
         """
         if self.value() is not value:
             return False
