@@ -16,18 +16,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusion_advisor.capture.graph.tracer import LiveCapture, capture_regions
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.direct.direct_call import DirectCall, Shortcut
 from fusion_advisor.fuse.live.call_signature import signature
 from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.ranks.shard import plan_of, shard
 from fusion_advisor.workload.static_cache import cache_name, filled_cache
 from tools.machine import here
 
-CASES = ("mlp", "gpt2-prefill", "gpt2-static", "gpt2-dynamic", "bert")
+CASES = ("mlp", "gpt2-prefill", "gpt2-static", "gpt2-dynamic", "bert", "qwen2-static", "qwen2-split")
 _WIDTH, _HEADS, _VOCABULARY, _TOKENS = 64, 4, 200, 16
 _LIKELY = 0.05
+_FIRST_CALLS = 10
+"""After the eighth call with one cache, the cache is compared in bulk."""
 
 
 class Mlp(torch.nn.Module):
@@ -86,6 +90,8 @@ def model_of(case: str, layers: int) -> tuple[torch.nn.Module, tuple[Any, ...], 
             vocab_size=_VOCABULARY, max_position_embeddings=64,
         )  # fmt: skip
         return BertModel(bert).eval(), (), {"input_ids": ids}
+    if case.startswith("qwen2"):
+        return _qwen2(layers, ids, is_split=case == "qwen2-split")
     from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=layers, n_head=_HEADS, n_embd=_WIDTH, vocab_size=_VOCABULARY, n_positions=64)
@@ -98,6 +104,25 @@ def model_of(case: str, layers: int) -> tuple[torch.nn.Module, tuple[Any, ...], 
         cache = DynamicCache(config=config)
         with torch.no_grad():
             model(ids, **{cache_name(model): cache, "use_cache": True})
+    return model, (), {"input_ids": ids[:, :1].clone(), cache_name(model): cache, "use_cache": True}
+
+
+def _qwen2(layers: int, ids: torch.Tensor, *, is_split: bool) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Build a decode step of Qwen2 on a static cache; split as tensor parallel models are, over a group of one process."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        num_hidden_layers=layers, hidden_size=_WIDTH, intermediate_size=2 * _WIDTH, num_attention_heads=_HEADS,
+        num_key_value_heads=2, vocab_size=_VOCABULARY, max_position_embeddings=64,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    if is_split:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
+        assert group is not None  # joined above
+        shard(model, plan_of(model, "qwen2", 1), 0, 1, str(group.group_name), model_id="qwen2")
+    cache, _ = filled_cache(model, ids, maximum=64, phase="decode", model_id="qwen2")
     return model, (), {"input_ids": ids[:, :1].clone(), cache_name(model): cache, "use_cache": True}
 
 
@@ -115,7 +140,7 @@ def measure(case: str, layers: int, calls: int) -> Overhead:
     fused = FusedModel(model, live.regions, modules, args, kwargs, live=live)
     rewind = live.written.rewind
     with fused, torch.no_grad():
-        for _ in range(3):
+        for _ in range(_FIRST_CALLS):
             rewind()
             model(*args, **kwargs)
         _answer_at_once(live, lambda: model(*args, **kwargs))
@@ -165,12 +190,15 @@ def _parts(
     fused: FusedModel, direct: DirectCall, args: tuple[Any, ...], kwargs: dict[str, Any], rewind: Callable[[], object], calls: int
 ) -> tuple[float, dict[str, float]]:
     variables = direct.variables(args, kwargs)
+    leaves: list[torch.Tensor] = []
+    objects: list[Any] = []
+    signature(args, kwargs, leaves, fused._objects, objects)
     parts: dict[str, Callable[[], Any]] = {
         "signature": lambda: signature(args, kwargs, [], fused._objects, []),
         "model": fused._guard.change,
         "model, in Python": fused._guard.change_in_python,
         "guards that hold": direct.is_current,
-        "guards of the call": lambda: direct.fits(variables),
+        "guards of the call": lambda: direct.fits(variables, leaves, objects),
         "arguments, results": lambda: direct.run(args, kwargs),
         "dynamo": lambda: direct.passes_all_guards(variables),
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.fuse.direct.passed_object import PassedObjects
 from fusion_advisor.fuse.direct.straight_code import variables_of
 from fusion_advisor.fuse.direct.unchanged import Unchanged
 from fusion_advisor.runtime.torch_internals import compiled_code, dynamo
@@ -40,8 +41,8 @@ class Frame:
         self._names = code.co_varnames[:count]
         last = count + code.co_kwonlyargcount
         self._by_name = frozenset(code.co_varnames[code.co_posonlyargcount : last])
-        self._rest = code.co_varnames[last] if code.co_flags & _VARARGS else None
-        self._others = code.co_varnames[last + bool(self._rest)] if code.co_flags & _VARKEYWORDS else None
+        self.rest = code.co_varnames[last] if code.co_flags & _VARARGS else None
+        self._others = code.co_varnames[last + bool(self.rest)] if code.co_flags & _VARKEYWORDS else None
         values = function.__defaults__ or ()
         closure = {name: cell.cell_contents for name, cell in self.cells.items()}
         self._fixed = {
@@ -64,8 +65,8 @@ class Frame:
             return self._bind(*self.owner, *args, **kwargs)
         passed = self.owner + args
         found = {**self._fixed, **dict(zip(self._names, passed, strict=False))}
-        if self._rest is not None:
-            found[self._rest] = passed[len(self._names) :]
+        if self.rest is not None:
+            found[self.rest] = passed[len(self._names) :]
         if self._others is None:
             found.update(kwargs)
         elif self._by_name.isdisjoint(kwargs):
@@ -79,8 +80,9 @@ class Frame:
 class DirectCall:
     """The compiled code of one call, and what must be as it was for it to run."""
 
-    def __init__(self, frame: Frame, compiled: CompiledCode, unchanged: Unchanged) -> None:
+    def __init__(self, frame: Frame, compiled: CompiledCode, unchanged: Unchanged, *, in_words: bool = True) -> None:
         self._frame, self._compiled, self._unchanged = frame, compiled, unchanged
+        self._passed = PassedObjects(compiled, unchanged, in_words=in_words)
         self._check = compiled.only(lambda node: id(node) not in unchanged.implied)
         function = frame.function
         self._run = FunctionType(compiled.code, function.__globals__, closure=function.__closure__)
@@ -95,17 +97,32 @@ class DirectCall:
         """Return a call's variables by name, as the guards find them."""
         return self._frame.variables(args, kwargs)
 
-    def fits(self, variables: dict[str, Any]) -> bool:
-        """Whether the guards that are left to dynamo hold for a call's variables."""
-        return self._check(variables)
+    def fits(self, variables: dict[str, Any], leaves: Sequence[torch.Tensor] = (), objects: Sequence[Any] = ()) -> bool:
+        """Whether the guards hold that are not of the model, for a call's variables; see :meth:`may_run` for the rest."""
+        return self._passed.check(variables, leaves, objects, self._check) if objects else self._check(variables)
 
     def passes_all_guards(self, variables: dict[str, Any]) -> bool:
         """Whether all of dynamo's guards hold for a call's variables: slow, and for measurements."""
         return bool(self._compiled.root.check(variables))
 
-    def may_run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether every guard of the compiled code holds for a call."""
-        return compiled_code.is_stance_default() and self.is_current() and self._check(self.variables(args, kwargs))
+    def may_run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        leaves: Sequence[torch.Tensor] = (),
+        objects: Sequence[Any] = (),
+    ) -> bool:
+        """Whether every guard of the compiled code holds for a call.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            leaves: all tensors that it passes as such.
+            objects: what is remembered of all others that it passes; empty asks dynamo about them.
+        """
+        if not compiled_code.is_stance_default() or not self.is_current():
+            return False
+        return self.fits(self.variables(args, kwargs), leaves, objects)
 
     def is_current(self) -> bool:
         """Whether all that was noted of the model is as it was, and dynamo still has the code."""
@@ -132,17 +149,33 @@ class Shortcut:
         self.direct: DirectCall | None = None
         """What runs without dynamo; None where dynamo has to see the next call."""
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call that dynamo has compiled already: past dynamo where that holds, through its guards otherwise."""
+    def __call__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        leaves: Sequence[torch.Tensor] = (),
+        objects: Sequence[Any] = (),
+    ) -> Any:
+        """Run a call that dynamo has compiled already: past dynamo where that holds, through its guards otherwise.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            leaves: see :meth:`DirectCall.may_run`.
+            objects: likewise.
+        """
         if self.direct is None and self._tries < _MOST_TRIES:  # ahead of the call, which may change what it is given
             self._tries, self._runs = self._tries + 1, 0
             try:
-                self.direct = direct_call(self._model, self._call, self._graphs, args, kwargs, in_words=self._in_words)
+                self.direct = direct_call(
+                    self._model, self._call, self._graphs, args, kwargs,
+                    in_words=self._in_words, with_lists=self._tries <= _TRIES_WITH_LISTS,
+                )  # fmt: skip
             except (AttributeError, TypeError, RuntimeError):  # a torch whose guards are built another way
                 self._tries = _MOST_TRIES
         direct = self.direct
         if direct is not None:
-            if direct.may_run(args, kwargs):
+            if direct.may_run(args, kwargs, leaves, objects):
                 self._runs += 1
                 if self._runs == _WORTH_A_LOOK:
                     self._tries = 0
@@ -161,6 +194,8 @@ _WORTH_A_LOOK = 50
 """Calls past dynamo after which a model that changed is looked through as often again."""
 _MOST_TRIES = 4
 """A model that changes at each call is not looked through at each: it takes 10 ms for SegFormer-B2."""
+_TRIES_WITH_LISTS = 2
+"""Later tries leave lists to dynamo, which compares their items by value: a model may set equal ones at each call."""
 
 
 def direct_call(
@@ -171,6 +206,7 @@ def direct_call(
     kwargs: Mapping[str, Any],
     *,
     in_words: bool = True,
+    with_lists: bool = True,
 ) -> DirectCall | None:
     """Find what dynamo runs for a call, and what must stay as it is for it to be run directly.
 
@@ -181,6 +217,7 @@ def direct_call(
         args: of a call that is about to be made.
         kwargs: likewise.
         in_words: see :class:`Shortcut`.
+        with_lists: compare lists of the model here; False leaves them to dynamo.
 
     Returns:
         None where dynamo has to see each call: several graphs, hooks on the model itself, a forward of another kind.
@@ -193,9 +230,9 @@ def direct_call(
         if not any(compiled.graph is graph or compiled.graph == graph for graph in graphs):
             continue
         if compiled.root.check(variables):
-            unchanged = _unchanged(compiled, frame, variables, in_words=in_words)
+            unchanged = _unchanged(compiled, frame, variables, in_words=in_words, with_lists=with_lists)
             # Once more, so that all of it held after it was noted: another thread may have changed the model meanwhile.
-            return DirectCall(frame, compiled, unchanged) if compiled.root.check(variables) else None
+            return DirectCall(frame, compiled, unchanged, in_words=in_words) if compiled.root.check(variables) else None
     return None
 
 
@@ -211,19 +248,30 @@ def _frame(model: torch.nn.Module, call: Callable[..., Any]) -> Frame | None:
     return Frame(function, (model,)) if isinstance(function, FunctionType) else None
 
 
-def _unchanged(compiled: CompiledCode, frame: Frame, variables: Mapping[str, Any], *, in_words: bool) -> Unchanged:
+def _unchanged(
+    compiled: CompiledCode, frame: Frame, variables: Mapping[str, Any], *, in_words: bool, with_lists: bool
+) -> Unchanged:
     """Follow the guards of what every call has in common: the module, the closure, the globals."""
     common = {f"L['{name}']": variables[name] for name in frame.cells} | {"G": frame.function.__globals__}
-    if frame.owner:
+    if frame.owner and frame.function.__code__.co_argcount:
         common[f"L['{frame.function.__code__.co_varnames[0]}']"] = frame.owner[0]
-    found = Unchanged(in_words=in_words)
+    found = Unchanged(in_words=in_words, with_lists=with_lists)
     for cell in frame.cells.values():
         found.read(cell, "cell_contents")
     for node in compiled.root.get_child_managers():
         source = node.get_source()
         if source in common:
-            found.follow(node, common[source])
+            found.begin_at(node, common[source])
+        elif source == f"L['{frame.rest}']":
+            _follow_owner(found, node, frame.owner)
         elif source[3:-2] in variables:
             found.follow_classes(node, variables[source[3:-2]])
     found.finish()
     return found
+
+
+def _follow_owner(found: Unchanged, node: Any, owner: tuple[Any, ...]) -> None:
+    """Follow the module where a function takes all of its arguments in one tuple (``def forward(*args, **kwargs)``)."""
+    for accessor, below in zip(node.get_accessors(), node.get_child_managers(), strict=True):
+        if owner and accessor.repr() == "TupleGetItemGuardAccessor(0)":
+            found.begin_at(below, owner[0])

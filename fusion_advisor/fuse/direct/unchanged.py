@@ -5,12 +5,13 @@ A node cannot fail where the same objects are reached as when it held, and what 
 
 - a dict's version is compared, in place of its items; so is the dict of a class,
 - a module's or another object's class and ``__dict__`` are compared,
+- a list's length is compared, and its items by identity,
 - any other attribute is read and compared with the object that it was.
 
 Where :mod:`fusion_advisor.fuse.direct.words` can, all but the last are compared in one compiled loop; else one by one in Python.
 
-A node whose value can change in a way that is not compared (a list, an attribute that a ``__getattr__`` of the model's makes)
-stays with dynamo. A parameter that is still in the same dict is not asked for its sizes: dynamo does not ask either
+A node whose value can change in a way that is not compared (an attribute that a ``__getattr__`` of the model's makes) stays with
+dynamo. A parameter that is still in the same dict is not asked for its sizes: dynamo does not ask either
 (``skip_tensor_guards_with_matching_dict_tags``).
 """
 
@@ -21,6 +22,7 @@ import operator
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import chain
 from operator import attrgetter, getitem
 from types import (
     BuiltinFunctionType,
@@ -35,6 +37,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse.direct.attribute_lookup import Lookup, is_constant, look_up
+from fusion_advisor.fuse.direct.guard_nodes import MISSING, OF_PAIRS, Unknown, asks_identity_below, index_of, inside_of, of_items
 from fusion_advisor.fuse.direct.straight_code import are_same
 from fusion_advisor.fuse.direct.words import (
     Words,
@@ -48,17 +51,18 @@ from fusion_advisor.fuse.direct.words import (
 from fusion_advisor.runtime.torch_internals.compiled_code import dict_versions, trusts_tensors_in_dicts
 
 _IDENTITY = {"TYPE_MATCH", "ID_MATCH", "NOT_NONE"}
-_OF_TENSORS = _IDENTITY | {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_HASATTR"}
+OF_TENSORS = _IDENTITY | {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_HASATTR"}
 _OF_DICTS = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION", "LENGTH_CHECK"}
 _ORDER = "MAPPING_KEYS_MATCH"
 """``OrderedDict.move_to_end`` changes the order and leaves the version as it was."""
 _ABSENT = "NO_HASATTR"
 _ABSENT_NAME = re.compile(r"hasattr\(.*, '(\w+)'\)$")
-_MAY_CHANGE = {"OBJECT_ALIASING", "NO_TENSOR_ALIASING", "LAMBDA_GUARD"}
+_MAY_CHANGE = OF_PAIRS | {"LAMBDA_GUARD"}
 """Guards that ask for more than their value."""
 _FIXED_CLASS = (FunctionType, BuiltinFunctionType, MethodType, CellType, property, staticmethod, classmethod, MappingProxyType)
 """Objects of these keep their class, and have no ``__dict__`` that is looked into."""
 _DICTS = (dict, OrderedDict)
+_OF_ATTRIBUTES = ("GetAttrGuardAccessor", "GenericGetAttrGuardAccessor")
 _READ_ONLY = {(property, "fget"), (property, "fset"), (staticmethod, "__func__"), (classmethod, "__func__")}
 _ATTRIBUTES = {
     "CodeGuardAccessor": "__code__", "ClosureGuardAccessor": "__closure__", "FuncDefaultsGuardAccessor": "__defaults__",
@@ -66,26 +70,28 @@ _ATTRIBUTES = {
 }  # fmt: skip
 
 
-class _Unknown(Exception):
-    """It is not known what a guard looks at."""
-
-
-_MISSING = (_Unknown, AttributeError, KeyError, IndexError, ValueError, SyntaxError, TypeError)
-
-
 class Unchanged:
     """What was reached from the model by guards that held, to see in bulk whether it is still the same."""
 
-    def __init__(self, *, in_words: bool = True) -> None:
+    def __init__(self, *, in_words: bool = True, with_lists: bool = True) -> None:
         """Begin with nothing.
 
         Args:
             in_words: compare words of memory, where they can be read; False compares in Python.
+            with_lists: compare the items of lists; False leaves each list to dynamo, for a model that sets items at each call.
         """
         self._in_words = in_words and words_are_readable()
+        self._with_lists = with_lists
+        self._not_held: Any = None  # an object that lives longer than this without being held
+        self._asks_layouts = False  # whether the layouts of tensors are compared besides
         self.implied: dict[int, Any] = {}
         """Nodes of the tree that hold as long as :meth:`holds` does, by identity."""
+        self.roots: dict[int, Any] = {}
+        """Nodes that :meth:`follow` began at, by identity."""
+        self.may_share = False
+        """Whether dynamo compares a tensor with others that may be another one although :meth:`holds` says that all is same."""
         self._dicts: dict[int, dict[Any, Any]] = {}
+        self._lists: dict[int, list[Any]] = {}
         self._objects: dict[int, Any] = {}
         self._attributes: dict[str, dict[int, tuple[Any, Any]]] = {}
         self._globals: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
@@ -106,15 +112,23 @@ class Unchanged:
         if managers is not None:
             is_implied &= self._follow_items(managers(), value)
         for accessor, below in zip(node.get_accessors(), node.get_child_managers(), strict=True):
+            if self._asks_nothing(accessor, below, value):
+                continue
             try:
                 reached = self._reached(accessor, value)
-            except _MISSING:
+            except MISSING:
                 is_implied = False
+                self.may_share |= asks_identity_below(below)
                 continue
-            is_implied &= self._is_left_alone(value, reached) and self.follow(below, reached)
+            is_implied &= (self._asks_layouts or _is_left_alone(value, reached)) and self.follow(below, reached)
         if is_implied:
             self.implied[id(node)] = node
         return is_implied
+
+    def begin_at(self, node: Any, value: Any) -> None:
+        """Follow a node of which every call has the same value."""
+        self.roots[id(node)] = node
+        self.follow(node, value)
 
     def follow_classes(self, node: Any, value: Any) -> None:
         """Note what is looked at of the classes of what a call passes: another call passes other objects, but of these classes.
@@ -130,8 +144,8 @@ class Unchanged:
                     self.follow(below, type(value))
                 continue
             try:
-                reached = value[_index(accessor)] if type(value) is list else Unchanged()._reached(accessor, value)
-            except _MISSING:
+                reached = value[index_of(accessor)] if type(value) is list else Unchanged()._reached(accessor, value)
+            except MISSING:
                 continue
             self.follow_classes(below, reached)
 
@@ -139,12 +153,12 @@ class Unchanged:
         """Read an attribute, to compare it from now on.
 
         Raises:
-            _Unknown: it is another object each time.
+            Unknown: it is another object each time.
         """
         get = attrgetter(name)
         value = get(owner)
         if get(owner) is not value:
-            raise _Unknown
+            raise Unknown
         self._attributes.setdefault(name, {})[id(owner)] = (owner, value)
         return value
 
@@ -168,6 +182,9 @@ class Unchanged:
             slow += [(owner, name, value) for (owner, value), place in zip(pairs.values(), found, strict=True) if place is None]
             owners += [part for pair in pairs.values() for part in pair]
         self._are_attributes_same = are_same(slow)
+        self._all_lists = list(self._lists.values())
+        self._lengths, self._items = list(map(len, self._all_lists)), list(chain.from_iterable(self._all_lists))
+        owners = [owner for owner in owners if owner is not self._not_held]
         self._words = Words(places, owners) if in_words else None
         spaces = list({id(space): space for space, _, _ in self._globals.values()}.values())
         self._space_words = Words(map(dict_place, spaces), spaces) if in_words else None
@@ -184,7 +201,8 @@ class Unchanged:
     def holds(self) -> bool:
         """Whether everything is as it was."""
         try:
-            return self._are_tables_same() and self._are_attributes_same()
+            same = self._are_tables_same() and self._are_attributes_same()
+            return same and (not self._all_lists or self._are_lists_same())
         except (AttributeError, KeyError, ValueError):  # there is none any more; a ValueError is an empty cell's
             return False
 
@@ -227,6 +245,12 @@ class Unchanged:
             self._space_words = None  # compared one by one from now on
         return same
 
+    def _are_lists_same(self) -> bool:
+        """Whether each list has the items that it had: a list has no version."""
+        if list(map(len, self._all_lists)) != self._lengths:
+            return False
+        return all(map(operator.is_, chain.from_iterable(self._all_lists), self._items))
+
     def _is_known(self, node: Any, value: Any) -> bool:
         """Whether what is asked of a value itself can change in no way that is not compared."""
         guards = node.get_leaf_guards()
@@ -234,6 +258,9 @@ class Unchanged:
         if is_constant(value):
             return not asked & _MAY_CHANGE
         if type(value) is tuple:
+            return asked <= _IDENTITY | {"LENGTH_CHECK"}
+        if type(value) is list and self._with_lists:
+            self._lists[id(value)] = value
             return asked <= _IDENTITY | {"LENGTH_CHECK"}
         if type(value) is MappingProxyType:
             return asked <= _OF_DICTS and self._watch_class(value)
@@ -243,7 +270,7 @@ class Unchanged:
             self._dicts[id(value)] = value
             return asked <= _OF_DICTS or (type(value) is dict and asked <= {*_OF_DICTS, _ORDER})
         if isinstance(value, torch.Tensor):
-            return asked <= _OF_TENSORS and not node.get_accessors()
+            return asked <= OF_TENSORS and not node.get_accessors()
         if not isinstance(value, _FIXED_CLASS):
             self._objects[id(value)] = value
         if _ABSENT in asked and not all(self._stays_absent(guard, value) for guard in guards):
@@ -280,13 +307,30 @@ class Unchanged:
         self._dicts.update((id(table), table) for table in found.tables)
         return True
 
-    def _is_left_alone(self, holder: Any, value: Any) -> bool:
-        """Whether dynamo asks a value nothing either while its holder is the same: it does ask a tensor that no dict holds."""
-        return not isinstance(value, torch.Tensor) or (type(holder) in _DICTS and trusts_tensors_in_dicts())
+    def _asks_nothing(self, accessor: Any, below: Any, value: Any) -> bool:
+        """Whether dynamo runs a property and asks nothing of what it gives; what decides that there is one is noted then.
+
+        A static cache has two: they look at each layer.
+        """
+        if (
+            type(accessor).__name__ not in _OF_ATTRIBUTES
+            or below.get_leaf_guards()
+            or below.get_child_managers()
+            or any(of_items(below))
+        ):
+            return False
+        found = next(
+            (vars(kind)[name] for kind in type(value).__mro__ if (name := inside_of(accessor.repr())) in vars(kind)), None
+        )
+        own = getattr(value, "__dict__", None)
+        if type(found) is not property or type(found.fget) is not FunctionType or type(own) is not dict:
+            return False
+        return self._watch_lookup(value, Lookup(True, None, [own], [found.fget]))
 
     def _follow_items(self, managers: Mapping[int, Any], value: Any) -> bool:
         """Note what the guards of a dict's keys and values by place look at."""
         if type(value) is not dict or _is_namespace(value):
+            self.may_share |= any(asks_identity_below(one) for pair in managers.values() for one in pair if one is not None)
             return not managers
         is_implied = True
         items = list(value.items())
@@ -299,7 +343,7 @@ class Unchanged:
         """Return what is reached from a value, and note how.
 
         Raises:
-            _Unknown: it may be something else next time, and nothing would tell.
+            Unknown: it may be something else next time, and nothing would tell.
         """
         kind, text = type(accessor).__name__, accessor.repr()
         if kind == "TypeGuardAccessor":
@@ -310,14 +354,16 @@ class Unchanged:
             return vars(value)  # a class has one for life
         if kind in _ATTRIBUTES:
             return self.read(value, _ATTRIBUTES[kind])
-        inside = _inside(text)
-        if kind in ("GetAttrGuardAccessor", "GenericGetAttrGuardAccessor"):
+        inside = inside_of(text)
+        if kind in _OF_ATTRIBUTES:
             return self._attribute(value, inside)
         if kind == "DictGetItemGuardAccessor":
             return self._item(value, ast.literal_eval(inside))
         if kind in ("TupleGetItemGuardAccessor", "GetItemGuardAccessor") and type(value) is tuple:
             return value[ast.literal_eval(inside)]
-        raise _Unknown
+        if type(value) is list and id(value) in self._lists:
+            return value[index_of(accessor)]
+        raise Unknown
 
     def _attribute(self, value: Any, name: str) -> Any:
         if type(value) is ModuleType and name in vars(value):
@@ -332,9 +378,9 @@ class Unchanged:
     def _item(self, value: Any, name: Any) -> Any:
         if type(value) is MappingProxyType:  # a class's attributes
             if not self._watch_class(value):
-                raise _Unknown
+                raise Unknown
         elif type(value) not in _DICTS:
-            raise _Unknown
+            raise Unknown
         return self._global(value, name) if _is_namespace(value) else value[name]
 
     def _global(self, space: dict[Any, Any], name: Any) -> Any:
@@ -343,22 +389,11 @@ class Unchanged:
         return space[name]
 
 
+def _is_left_alone(holder: Any, value: Any) -> bool:
+    """Whether dynamo asks a value nothing either while its holder is the same: it does ask a tensor that no dict holds."""
+    return not isinstance(value, torch.Tensor) or (type(holder) in _DICTS and trusts_tensors_in_dicts())
+
+
 def _is_namespace(value: Any) -> bool:
     """Whether a dict is a Python module's globals."""
     return type(value) is dict and "__builtins__" in value
-
-
-def _inside(text: str) -> str:
-    """Return the argument in an accessor's description."""
-    return text[text.index("(") + 1 : -1]
-
-
-def _index(accessor: Any) -> int:
-    """Return which item of a list an accessor reaches.
-
-    Raises:
-        _Unknown: it reaches no item.
-    """
-    if type(accessor).__name__ not in ("ListGetItemGuardAccessor", "GetItemGuardAccessor"):
-        raise _Unknown
-    return int(_inside(accessor.repr()))

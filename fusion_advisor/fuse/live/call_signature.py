@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.fuse.direct.words import Words, dict_place, words_are_readable
 from fusion_advisor.fuse.shapes.call_form import CallParts, Layout
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -111,6 +112,10 @@ class Seen:
         lengths: of the holders, when they were read.
         contents: of the holders then, one after the other.
         refers_to_itself: something inside refers to the object: remembered, it would never be freed.
+        tables: the dicts among the holders; None for another one that can change and is no list.
+        lists: the lists among the holders, with the items of each then.
+        words: the versions of the dicts, once the object was passed again; None compares all contents.
+        followed: what callers note to compare the object in bulk, each by a token of its own.
     """
 
     value: Callable[[], Any]
@@ -119,9 +124,22 @@ class Seen:
     lengths: list[int] = field(default_factory=list)
     contents: list[Any] = field(default_factory=list)
     refers_to_itself: bool = False
+    tables: list[dict[Any, Any] | None] = field(default_factory=list)
+    lists: list[tuple[list[Any], tuple[Any, ...]]] = field(default_factory=list)
+    words: Words | None = None
+    followed: dict[object, Any] = field(default_factory=dict)
 
-    def note(self, holder: Collection[Any]) -> None:
-        """Remember what a part of the object holds."""
+    def note(self, holder: Collection[Any], table: Any = None) -> None:
+        """Remember what a part of the object holds.
+
+        Args:
+            holder: the values of a dict, a list or a tuple.
+            table: the dict.
+        """
+        if type(holder) is list:
+            self.lists.append((holder, tuple(holder)))
+        elif type(holder) is not tuple:
+            self.tables.append(table if type(table) is dict else None)
         root = self.value()
         # Asking a tensor for an attribute that it lacks takes longer than all the rest of it.
         others = [item for item in holder if type(item) not in _REFERS_TO_NOTHING]
@@ -143,15 +161,38 @@ class Seen:
         if self.key is None or any(type(one) is not torch.Tensor for one in chain(others, before)):
             return None
         key = ObjectKey(self.key.form, layouts_in(now))
-        return Seen(self.value, key, self.holders, self.lengths, now)
+        lists = [(holder, tuple(holder)) for holder, _ in self.lists]
+        return Seen(self.value, key, self.holders, self.lengths, now, tables=self.tables, lists=lists)
 
     def is_same(self, value: Any) -> bool:
-        """Whether it is that object and all that it holds is what was read."""
-        return (
-            self.value() is value
-            and list(map(len, self.holders)) == self.lengths
-            and all(map(operator.is_, chain.from_iterable(self.holders), self.contents))
-        )
+        """Whether it is that object and all that it holds is what was read.
+
+        Versions of dicts and items of lists say so at once: a call with 28 layers of a cache takes 10 µs in place of 20.
+        """
+        if self.value() is not value:
+            return False
+        if self.words is not None:
+            if self.words.are_same():
+                return all(len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in self.lists)
+            self.words.read()  # ahead of the comparison: what another thread changes meanwhile is found by the next call
+        if not self._holds_what_it_held():
+            return False
+        if self.words is None:
+            words = self._versions()
+            if words is not None and self._holds_what_it_held():  # once more: they were read after the comparison
+                self.words = words
+        return True
+
+    def _holds_what_it_held(self) -> bool:
+        same_lengths = list(map(len, self.holders)) == self.lengths
+        return same_lengths and all(map(operator.is_, chain.from_iterable(self.holders), self.contents))
+
+    def _versions(self) -> Words | None:
+        """Return the versions of all dicts inside; None where a holder has none, or where versions cannot be read."""
+        tables = [table for table in self.tables if table is not None]
+        if not words_are_readable() or len(tables) != len(self.tables):
+            return None
+        return Words(map(dict_place, tables), tables)
 
 
 def _exact(value: Any) -> Any:
@@ -258,7 +299,7 @@ def _state(value: Any, depth: int, seen: Seen) -> Any:
     contents = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if contents is None:
         return object()
-    seen.note(contents.values())
+    seen.note(contents.values(), contents)
     return (type(value), *((_named(name), _state(item, depth + 1, seen)) for name, item in contents.items()))
 
 

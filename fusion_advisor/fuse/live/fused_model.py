@@ -147,7 +147,7 @@ class FusedModel(InPlace):
                 later = self._guard.change()
                 if later is not None:
                     raise _Refused(later)
-                return self._run_compiled(call, args, kwargs)
+                return self._run_compiled(call, args, kwargs, leaves, objects)
 
             try:
                 graphs = self.graphs if call.may_record else None
@@ -172,13 +172,20 @@ class FusedModel(InPlace):
         self._fallbacks.add(refusal, describe_difference(key, self._verified) if is_new else "")
         return self._original(*args, **kwargs)
 
-    def _run_compiled(self, verified: VerifiedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run_compiled(
+        self,
+        verified: VerifiedCall,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        leaves: Sequence[torch.Tensor],
+        objects: Sequence[Seen],
+    ) -> Any:
         if verified.piece is not None:
             return verified.piece.call(*args, **kwargs)
         if verified.is_in_place:
             if verified.shortcut is None:
                 verified.shortcut = Shortcut(self.model, self._compiled, self._rewritten.runners)
-            return verified.shortcut(args, kwargs)
+            return verified.shortcut(args, kwargs, leaves, objects)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
         before = self._rewritten.handed_over
         with dynamo.raise_recompile_limit(1024), dynamo.recurrent_layers_in_graphs():
@@ -300,6 +307,8 @@ class FusedModel(InPlace):
         for kernels in group_kernels_in(self._rewritten.modules):
             kernels.release()
         self._rewritten.forget_real_tensors()
+        for seen in self._objects.values():
+            seen.followed.clear()
         for call in self._verified.values():
             if call.shortcut is not None:
                 call.shortcut.forget()

