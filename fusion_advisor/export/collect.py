@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.errors import CannotExport, PlanMismatch
 from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops, with_copies
-from fusion_advisor.export.linear_ops import why_not, with_linears
+from fusion_advisor.export.linear_ops import with_linears
 from fusion_advisor.export.parameters import is_joined_operand
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
 from fusion_advisor.fuse.live.restore_plan import Restored, put_together
@@ -100,7 +100,7 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
     if len(restored.bench.live.regions) != 1 or not restored.live.is_whole():
         count = len(restored.bench.live.regions)
         raise CannotExport(detail=f"the model is captured as {count} graphs with Python between them, not as one")
-    linears = [one for one in restored.linears if not why_not(one)]
+    linears = restored.linears
     # In the graph's order: the report's, by time, is another in each run.
     fusions = sorted(
         restored.plan.fusions, key=lambda one: min((index for site in one.sites for index in site.members), default=0)
@@ -127,8 +127,6 @@ def _module(
     """Build the graph with every rewrite that the package can hold; return it, and sentences about the others."""
     rows = {row.id: row for row in saved.report.rewrites}
     left_out = [_CUDA_GRAPH] if CUDA_GRAPH.id in saved.rewrites else []
-    refused = {one.id: reason for one in restored.linears if (reason := why_not(one))}
-    left_out += [f"{row.id} {row.kernel}: {refused[row.id]}" for row in saved.linears if row.id in refused]
     passes: list[str] = []
     build = _builder(restored, linears)
     for name in kept_passes(saved.report.rewrites):

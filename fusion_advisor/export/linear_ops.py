@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import astuple
 
 from fusion_advisor.codegen.common.interface import environment
 from fusion_advisor.codegen.gemm.cuda import ALIGNMENT_BYTES, launch_shape
+from fusion_advisor.codegen.gemm.hopper_gated import THREADS, matrix_maps, shared_bytes_of, tiles_of
 from fusion_advisor.codegen.gemm.launcher import reference_of
+from fusion_advisor.codegen.gemm.problem import blocks_of
 from fusion_advisor.codegen.gemm.registry import gemv_backend
 from fusion_advisor.export.kernel_ops import KernelOp, KernelOps, free_name, layout_key
 from fusion_advisor.export.scan_ops import scan_op
@@ -14,17 +17,6 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, LinearSource
 from fusion_advisor.records import TensorMeta
 
 _WITH_TENSOR_MAPS = "cuda_wgmma"
-
-
-def why_not(linear: BuiltLinear) -> str:
-    """Say why a package cannot hold a linear's kernel; empty where it can.
-
-    Args:
-        linear: as it was built again.
-    """
-    if linear.source is not None and linear.source.config.form == _WITH_TENSOR_MAPS:
-        return "its launch needs Hopper's tensor maps, which a package does not make"
-    return ""
 
 
 def with_linears(ops: KernelOps, bench: Bench, linears: Sequence[BuiltLinear]) -> KernelOps:
@@ -88,6 +80,17 @@ def _launch(source: LinearSource, suffix: str) -> dict[str, str]:
     """The launcher's arguments; a Triton kernel's file has its launch in it."""
     if suffix != ".cu":
         return {}
+    if source.config.form == _WITH_TENSOR_MAPS:
+        return _mapped_launch(source)
     blocks, threads = launch_shape(source.problem, source.config)
     launch = f"dict(macros={{}}, grid=({blocks}, 1, 1), block=({threads}, 1, 1), shared_bytes=0, integers=())"
     return {"launches": f"({launch},)", "alignment": repr(ALIGNMENT_BYTES), "is_for_one_arch": "False"}
+
+
+def _mapped_launch(source: LinearSource) -> dict[str, str]:
+    """The arguments of a launch with tensor maps, which the package makes from its tensors' addresses."""
+    problem, config = source.problem, source.config
+    return {
+        "maps": repr(tuple(astuple(one) for one in matrix_maps(problem, config))), "tiles": repr(tiles_of(problem, config)),
+        "cluster": repr(blocks_of(problem)), "threads": repr(THREADS), "shared_bytes": repr(shared_bytes_of(config)),
+    }  # fmt: skip

@@ -16,10 +16,10 @@ from fusion_advisor.codegen.common.interface import Header
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
 from fusion_advisor.export.expressions import Printer
 from fusion_advisor.export.kernel_ops import KernelOps, with_copies
-from fusion_advisor.export.linear_ops import linear_op, why_not
+from fusion_advisor.export.linear_ops import linear_op
 from fusion_advisor.export.package import files_of_ops
 from fusion_advisor.files.whole_folder import write_folder
-from fusion_advisor.fuse.decide.session import BuiltLinear, LinearSource
+from fusion_advisor.fuse.decide.session import LinearSource
 from fusion_advisor.fuse.passes.gemm_epilogue import EpilogueCall
 from fusion_advisor.fuse.rewrite import layout_copy
 from fusion_advisor.records import TensorMeta
@@ -69,12 +69,6 @@ def test_a_cuda_linear_is_launched_over_the_weights_rows():
     assert op.file.endswith(".cu")
     assert op.rendered.entry in op.rendered.source
     assert [name for name, _ in op.inputs] == ["x", "norm_weight", "weight", "residual"]
-
-
-@pytest.mark.parametrize(("form", "is_held"), [("cuda_wgmma", False), ("cuda_mma", True), ("triton_dot", True)])
-def test_a_linear_with_tensor_maps_is_left_out(form, is_held):
-    source = LinearSource(problem=GATED, config=GemvConfig(form=form), header=HEADER)
-    assert (why_not(BuiltLinear(id="G1", sites=(), source=source)) == "") is is_held
 
 
 @pytest.mark.parametrize("is_linear", [True, False])
