@@ -24,6 +24,8 @@ from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy, copy_program
 from fusion_advisor.ir.program import Program, nests
 from fusion_advisor.records import TensorMeta
 
+TORCH = "torch"
+"""Backend of an op that is no kernel but several ops of torch, which Python calls."""
 _HASH = re.compile(r"_[0-9a-f]{6}\Z")
 
 

@@ -24,6 +24,7 @@ from fusion_advisor.fuse.passes.gemm_epilogue import EpilogueCall
 from fusion_advisor.fuse.rewrite import layout_copy
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.verify.check_chain import layout_of
+from fusion_advisor.workload.weight_packing import leave_room
 from tests.export import models
 
 aten = torch.ops.aten
@@ -116,3 +117,50 @@ def test_a_padded_gemm_is_in_the_package(tmp_path, monkeypatch):
     package.revert(model)
     assert not hasattr(model.transformer.wte, "padded_weight")
     assert torch.equal(model(**inputs).logits, own)
+
+
+class Odd(torch.nn.Module):
+    """A head of an odd width on rows enough to be stored without padding, and a chain before it."""
+
+    def __init__(self, *, has_bias):
+        super().__init__()
+        self.norm, self.head = torch.nn.LayerNorm(32), torch.nn.Linear(32, 97, bias=has_bias)
+
+    def forward(self, x):
+        """Compute."""
+        return self.head(torch.nn.functional.gelu(self.norm(x) * 1.5))
+
+
+def odd(has_bias):
+    torch.manual_seed(0)
+    model = Odd(has_bias=has_bias).bfloat16().eval()
+    leave_room(model)
+    return model, {"x": torch.randn(2, 1030, 32, dtype=torch.bfloat16)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "a bias"])
+def test_an_odd_width_product_is_in_the_package(tmp_path, monkeypatch, has_bias):
+    model, inputs, fused = models.fused(lambda: odd(has_bias))
+    assert "odd-width-gemm" in {row.id for row in fused.report.rewrites if row.status == "kept"}
+    right = fused(**inputs)
+    name = f"odd_head_{has_bias}".lower()
+    assert fused.export(tmp_path / name) == ()
+    fused.revert()
+    monkeypatch.syspath_prepend(tmp_path / name)
+    package = importlib.import_module(name)
+    model, _ = odd(has_bias)
+    package.apply(model)
+    assert torch.equal(model(**inputs), right)
+    assert package.fallbacks(model) == {}
+    assert hasattr(model.head, "padded_weight") is not has_bias
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**inputs), right)
+    model.head.weight.mul_(2)  # nothing was kept of it
+    doubled = model(**inputs)
+    package.revert(model)
+    torch.testing.assert_close(doubled, model(**inputs), rtol=2e-2, atol=2e-2)
+    checked = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(tmp_path / name / "tests")]
+    done = subprocess.run([*checked, "-k", "a_kernel"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout

@@ -8,7 +8,7 @@ from typing import Any
 
 from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.errors import CannotExport
-from fusion_advisor.export.kernel_ops import KernelOp
+from fusion_advisor.export.kernel_ops import TORCH, KernelOp
 from fusion_advisor.records import TensorMeta
 
 
@@ -26,9 +26,9 @@ def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
             why = "writes into its arguments" if op.in_place else "starts from a state that is computed from its arguments"
             raise CannotExport(detail=f"op `{op.name}` ({op.fusion_id}) {why}; use --format package for it")
         if op.rendered.suffix != ".cpp":
-            title = descriptor(op.rendered.backend).title
+            what = "made of several ops" if op.rendered.backend == TORCH else f"a {descriptor(op.rendered.backend).title} kernel"
             raise CannotExport(
-                detail=f"op `{op.name}` ({op.fusion_id}) is a {title} kernel that Python launches; use --format package for it"
+                detail=f"op `{op.name}` ({op.fusion_id}) is {what} that Python launches; use --format package for it"
             )
 
 
