@@ -109,7 +109,7 @@ def _compiled(
         program, outputs = traced(package, loaded.model, tensors, found.values)
         try:
             compile_and_package(program, place / "model.pt2")
-        except (RuntimeError, AssertionError, TypeError) as error:
+        except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
             line = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
             raise CannotExport(detail=f"AOTInductor refuses its graph: {line[:300]}") from error
     return outputs, eager
