@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,17 @@ from torch.fx import Graph
 
 from fusion_advisor.codegen.common.interface import Header
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
+from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.expressions import Printer
 from fusion_advisor.export.kernel_ops import KernelOps, with_copies
 from fusion_advisor.export.linear_ops import linear_op
 from fusion_advisor.export.package import files_of_ops
+from fusion_advisor.export.parameters import joined_tensors
 from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.fuse.decide.session import LinearSource
 from fusion_advisor.fuse.passes.gemm_epilogue import EpilogueCall
 from fusion_advisor.fuse.rewrite import layout_copy
+from fusion_advisor.fuse.rewrite.derived_tensors import Extended
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.verify.check_chain import layout_of
 from fusion_advisor.workload.weight_packing import leave_room
@@ -164,3 +168,49 @@ def test_an_odd_width_product_is_in_the_package(tmp_path, monkeypatch, has_bias)
     done = subprocess.run([*checked, "-k", "a_kernel"], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
+
+
+def test_a_weight_that_is_padded_in_two_ways_is_refused():
+    """A package lays a weight out once, with so many rows after it."""
+    graph = Graph()
+    weight = graph.placeholder("weight")
+    weight.meta["val"] = torch.empty(98, 64)
+    for rows in (104, 105):
+        node = graph.call_function(Extended(f"padded_{rows}", rows), (weight,))
+        node.meta["val"] = torch.empty(rows, 64)
+    with pytest.raises(CannotExport, match="different numbers of rows"):
+        joined_tensors(graph, {weight: "head.weight"})
+    graph.erase_node(node)
+    (found,) = joined_tensors(graph, {weight: "head.weight"}).values()
+    assert (found.name, found.rows) == ("head.padded_weight", 104)
+
+
+class Decaying(torch.nn.Module):
+    """Writes into its argument, and has roots of numbers that random inputs make negative."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x, state):
+        """Compute."""
+        hidden = torch.tanh(self.linear(x)) * 0.5 + x
+        state.mul_(0.9).add_(hidden * hidden)
+        return hidden / (state.sqrt() + 1e-3)
+
+
+def decaying():
+    torch.manual_seed(0)
+    return Decaying().eval(), {"x": torch.randn(4, 16), "state": torch.rand(4, 16)}
+
+
+def test_the_tests_of_a_package_pass_for_a_call_that_writes_into_its_arguments(tmp_path):
+    """Each call of theirs has inputs of its own, and two NaNs are equal."""
+    _, _, fused = models.fused(decaying)
+    assert fused.export(tmp_path / "decaying") == ()
+    fused.revert()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(tmp_path / "decaying" / "tests")]
+    own = {"MODEL": f"{__file__}:decaying", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | own)
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout
