@@ -7,17 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.fx import Graph
+from transformers import BloomConfig, BloomForCausalLM
 
 from fusion_advisor.codegen.common.interface import Header
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.expressions import Printer
-from fusion_advisor.export.kernel_ops import KernelOps, with_copies
+from fusion_advisor.export.kernel_ops import KernelOps, with_copies, with_own_file
 from fusion_advisor.export.linear_ops import linear_op
 from fusion_advisor.export.package import files_of_ops
 from fusion_advisor.export.parameters import joined_tensors
@@ -214,3 +216,35 @@ def test_the_tests_of_a_package_pass_for_a_call_that_writes_into_its_arguments(t
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | own)
     assert done.returncode == 0, done.stdout
     assert "skipped" not in done.stdout
+
+
+def bloom():
+    torch.manual_seed(0)
+    config = BloomConfig(n_layer=1, hidden_size=64, n_head=4, vocab_size=97)
+    return BloomForCausalLM(config).eval(), {"input_ids": torch.randint(3, 90, (2, 16)), "use_cache": False}
+
+
+@torch.no_grad()
+def test_keys_and_values_of_one_tensor_have_ops_of_their_own(tmp_path, monkeypatch):
+    """Their copies have one source and one layout, and begin at other places of query, key and value."""
+    model, inputs, fused = models.fused(bloom)
+    right = fused(**inputs).logits
+    fused.export(tmp_path / "bloom_parts")
+    fused.revert()
+    monkeypatch.syspath_prepend(tmp_path / "bloom_parts")
+    package = importlib.import_module("bloom_parts")
+    package.apply(model)
+    found = model(**inputs).logits
+    assert package.fallbacks(model) == {}
+    package.revert(model)
+    assert torch.equal(found, right)
+
+
+def test_a_triton_file_of_other_sizes_has_a_name_of_its_own():
+    """Its launch holds the sizes of one site; a CUDA kernel's are in ops.py, so that one file serves."""
+    first = op_of(NORMED, FMA)
+    other = replace(first, name="other", rendered=replace(first.rendered, text="# other sizes"))
+    assert with_own_file(first, [first]).file == first.file
+    assert with_own_file(other, [first]).file == f"{first.rendered.entry}_2.py"
+    in_cuda = replace(other, rendered=replace(other.rendered, suffix=".cu"))
+    assert with_own_file(in_cuda, [first]).file == f"{first.rendered.entry}.cu"
