@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.errors import CannotExport, PlanMismatch
 from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops, with_copies
-from fusion_advisor.export.linear_ops import why_not, with_linears
+from fusion_advisor.export.linear_ops import why_not, with_linears, with_odd_rows
 from fusion_advisor.export.parameters import is_joined_operand
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
 from fusion_advisor.fuse.live.restore_plan import Restored, put_together
@@ -27,6 +27,7 @@ from fusion_advisor.fuse.passes.gemm_epilogue import EpilogueCall
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy
+from fusion_advisor.fuse.rewrite.odd_width_gemm import OddRows
 from fusion_advisor.records import Status
 from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
@@ -107,6 +108,8 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
     )
     ops = with_linears(kernel_ops(restored.bench, fusions), restored.bench, linears)
     module, left_out = _module(restored, saved, ops, linears)
+    ops = with_odd_rows(ops, module.graph)
+    module.recompile()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     written = restored.live.written
     if written.modules or written.contents:
@@ -158,7 +161,7 @@ def _foreign(module: GraphModule, ops: KernelOps) -> list[str]:
         or (
             node.op == "call_function"
             and ops.of(node.target) is None
-            and not isinstance(node.target, EpilogueCall | PlainCopy)
+            and not isinstance(node.target, EpilogueCall | PlainCopy | OddRows)
             and not is_joined_operand(node.target)
             and not isinstance(node.target, torch._ops.OpOverload)
             and getattr(node.target, "__module__", "") != "_operator"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Graph
@@ -24,6 +24,8 @@ from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy, copy_program
 from fusion_advisor.ir.program import Program, nests
 from fusion_advisor.records import TensorMeta
 
+TORCH = "torch"
+"""Backend of an op that is no kernel but several ops of torch, which Python calls."""
 _HASH = re.compile(r"_[0-9a-f]{6}\Z")
 
 
@@ -59,6 +61,7 @@ class KernelOp:
         launch: keyword arguments of its launcher in ``ops.py``, as Python source.
         reference: source of the same computation in plain PyTorch.
         carried: the state of a recurrence; None for any other kernel.
+        stem: of the file's name; empty for the kernel's entry.
     """
 
     name: str
@@ -72,11 +75,12 @@ class KernelOp:
     reference: str = field(repr=False)
     in_place: tuple[int, ...] = ()
     carried: CarriedState | None = None
+    stem: str = ""
 
     @property
     def file(self) -> str:
         """Name of the kernel's file."""
-        return f"{self.rendered.entry}{self.rendered.suffix}"
+        return f"{self.stem or self.rendered.entry}{self.rendered.suffix}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +112,27 @@ def kernel_ops(bench: Bench, fusions: Sequence[BuiltFusion]) -> KernelOps:
             outputs = [bench.ops[index].outputs[0] for index in site.outputs]
             in_place = tuple(place for place, index in enumerate(site.outputs) if bench.ops[index].mutates)
             inputs = inputs[: len(inputs) - len(in_place)]  # the last ones are the outputs that it is given
-            key = (rendered.source, *map(layout_key, inputs), None, *map(layout_key, outputs))
+            # Two parts of one tensor have equal sources and layouts: where each begins stands in the program alone.
+            key = (rendered.source, repr(fusion.planned.program), *map(layout_key, inputs), None, *map(layout_key, outputs))
             if key not in made:
                 taken = {op.name for op in made.values()}
                 source = _Source(fusion.planned.program, fusion.planned.header, site.fusion_id, fusion.kernel.fast_math)
-                made[key] = _op(source, rendered, inputs, outputs, taken, in_place)
+                made[key] = with_own_file(_op(source, rendered, inputs, outputs, taken, in_place), made.values())
             by_call[id(site.call)] = made[key]
     return KernelOps(ops=tuple(made.values()), by_call=by_call)
+
+
+def with_own_file(op: KernelOp, others: Iterable[KernelOp]) -> KernelOp:
+    """Return an op whose file launches it: a Triton kernel's file holds the sizes of one site, which others may not share.
+
+    Args:
+        op: of a package.
+        others: that the package has.
+    """
+    same = [one for one in others if one.rendered.entry == op.rendered.entry]
+    if op.rendered.suffix != ".py" or all(one.rendered.file_text == op.rendered.file_text for one in same):
+        return op
+    return replace(op, stem=f"{op.rendered.entry}_{len(same) + 1}")
 
 
 def layout_key(meta: TensorMeta) -> tuple[object, ...]:

@@ -66,6 +66,7 @@ def files_of_ops(ops: Sequence[KernelOp], name: str, device: str) -> dict[str, b
     context = {**ops_listed(ops), "name": name, "device": device}
     own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
     modules = ["_launch.py", "ops.py", "prebuild.py", *(module for module in own if (_TEMPLATES / f"{module}.jinja").is_file())]
+    modules += ["_tensor_maps.py"] if context["has_tensor_maps"] else []
     modules += ["_recurrence.py"] if context["has_recurrences"] else []
     files = {f"{name}/{module}": _rendered(module, context) for module in modules}
     files[f"{name}/_kept.py"] = (COPIED / "kept_binaries.py").read_bytes()

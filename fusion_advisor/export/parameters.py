@@ -133,7 +133,7 @@ def joined_tensors(graph: Graph, tensors: Mapping[Node, str]) -> Mapping[Node, J
         tensors: names of its placeholders.
 
     Raises:
-        CannotExport: one is made of something else.
+        CannotExport: one is made of something else, or a weight is padded in two ways.
     """
     found: dict[Node, JoinedTensor] = {}
     for node in graph.nodes:
@@ -143,6 +143,9 @@ def joined_tensors(graph: Graph, tensors: Mapping[Node, str]) -> Mapping[Node, J
                 raise CannotExport(detail="a merged or padded GEMM reads weights that are no parameters")
             names = tuple(tensors[source] for source in sources)
             found[node] = JoinedTensor(_joined_name(names), names, node.meta["val"].shape[0])
+    rows = {(one.name, one.rows) for one in found.values()}
+    if len({name for name, _ in rows}) < len(rows):
+        raise CannotExport(detail="two products read one weight with different numbers of rows after it")
     return found
 
 

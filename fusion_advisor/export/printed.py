@@ -257,15 +257,20 @@ def ops_listed(ops: Sequence[KernelOp]) -> dict[str, Any]:
         "ops": [
             {
                 "name": op.name, "comment": wrap(f"{op.fusion_id}: {op.summary}"), "file": op.file,
-                "launch": list(op.launch.items()), "launcher": f"{op.rendered.backend}_launcher",
+                "launch": list(op.launch.items()), "launcher": _launcher(op),
                 "inputs": [laid(one, meta) for one, meta in op.inputs],
                 "outputs": [laid(one, meta) for one, meta in op.outputs], "in_place": op.in_place, "carried": carried_of(op),
             }
             for op in ops
         ],
+        "has_tensor_maps": any("maps" in op.launch for op in ops),
         "has_recurrences": any(op.carried is not None for op in ops),
         "flags": {op.file: op.rendered.flags for op in ops if op.rendered.flags},
     }  # fmt: skip
+
+
+def _launcher(op: KernelOp) -> str:
+    return "tensor_map_launcher" if "maps" in op.launch else f"{op.rendered.backend}_launcher"
 
 
 def carried_of(op: KernelOp) -> dict[str, Any] | None:

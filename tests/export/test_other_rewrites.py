@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.fx import Graph
+from transformers import BloomConfig, BloomForCausalLM
 
 from fusion_advisor.codegen.common.interface import Header
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
+from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.expressions import Printer
-from fusion_advisor.export.kernel_ops import KernelOps, with_copies
-from fusion_advisor.export.linear_ops import linear_op, why_not
+from fusion_advisor.export.kernel_ops import KernelOps, with_copies, with_own_file
+from fusion_advisor.export.linear_ops import linear_op
 from fusion_advisor.export.package import files_of_ops
+from fusion_advisor.export.parameters import joined_tensors
 from fusion_advisor.files.whole_folder import write_folder
-from fusion_advisor.fuse.decide.session import BuiltLinear, LinearSource
+from fusion_advisor.fuse.decide.session import LinearSource
 from fusion_advisor.fuse.passes.gemm_epilogue import EpilogueCall
 from fusion_advisor.fuse.rewrite import layout_copy
+from fusion_advisor.fuse.rewrite.derived_tensors import Extended
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.verify.check_chain import layout_of
+from fusion_advisor.workload.weight_packing import leave_room
 from tests.export import models
 
 aten = torch.ops.aten
@@ -71,12 +78,6 @@ def test_a_cuda_linear_is_launched_over_the_weights_rows():
     assert [name for name, _ in op.inputs] == ["x", "norm_weight", "weight", "residual"]
 
 
-@pytest.mark.parametrize(("form", "is_held"), [("cuda_wgmma", False), ("cuda_mma", True), ("triton_dot", True)])
-def test_a_linear_with_tensor_maps_is_left_out(form, is_held):
-    source = LinearSource(problem=GATED, config=GemvConfig(form=form), header=HEADER)
-    assert (why_not(BuiltLinear(id="G1", sites=(), source=source)) == "") is is_held
-
-
 @pytest.mark.parametrize("is_linear", [True, False])
 @pytest.mark.parametrize("use_gelu", [True, False])
 def test_an_epilogue_is_printed_as_what_it_calls(is_linear, use_gelu):
@@ -122,3 +123,128 @@ def test_a_padded_gemm_is_in_the_package(tmp_path, monkeypatch):
     package.revert(model)
     assert not hasattr(model.transformer.wte, "padded_weight")
     assert torch.equal(model(**inputs).logits, own)
+
+
+class Odd(torch.nn.Module):
+    """A head of an odd width on rows enough to be stored without padding, and a chain before it."""
+
+    def __init__(self, *, has_bias):
+        super().__init__()
+        self.norm, self.head = torch.nn.LayerNorm(32), torch.nn.Linear(32, 97, bias=has_bias)
+
+    def forward(self, x):
+        """Compute."""
+        return self.head(torch.nn.functional.gelu(self.norm(x) * 1.5))
+
+
+def odd(has_bias):
+    torch.manual_seed(0)
+    model = Odd(has_bias=has_bias).bfloat16().eval()
+    leave_room(model)
+    return model, {"x": torch.randn(2, 1030, 32, dtype=torch.bfloat16)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "a bias"])
+def test_an_odd_width_product_is_in_the_package(tmp_path, monkeypatch, has_bias):
+    model, inputs, fused = models.fused(lambda: odd(has_bias))
+    assert "odd-width-gemm" in {row.id for row in fused.report.rewrites if row.status == "kept"}
+    right = fused(**inputs)
+    name = f"odd_head_{has_bias}".lower()
+    assert fused.export(tmp_path / name) == ()
+    fused.revert()
+    monkeypatch.syspath_prepend(tmp_path / name)
+    package = importlib.import_module(name)
+    model, _ = odd(has_bias)
+    package.apply(model)
+    assert torch.equal(model(**inputs), right)
+    assert package.fallbacks(model) == {}
+    assert hasattr(model.head, "padded_weight") is not has_bias
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**inputs), right)
+    model.head.weight.mul_(2)  # nothing was kept of it
+    doubled = model(**inputs)
+    package.revert(model)
+    torch.testing.assert_close(doubled, model(**inputs), rtol=2e-2, atol=2e-2)
+    checked = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(tmp_path / name / "tests")]
+    done = subprocess.run([*checked, "-k", "a_kernel"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+def test_a_weight_that_is_padded_in_two_ways_is_refused():
+    """A package lays a weight out once, with so many rows after it."""
+    graph = Graph()
+    weight = graph.placeholder("weight")
+    weight.meta["val"] = torch.empty(98, 64)
+    for rows in (104, 105):
+        node = graph.call_function(Extended(f"padded_{rows}", rows), (weight,))
+        node.meta["val"] = torch.empty(rows, 64)
+    with pytest.raises(CannotExport, match="different numbers of rows"):
+        joined_tensors(graph, {weight: "head.weight"})
+    graph.erase_node(node)
+    (found,) = joined_tensors(graph, {weight: "head.weight"}).values()
+    assert (found.name, found.rows) == ("head.padded_weight", 104)
+
+
+class Decaying(torch.nn.Module):
+    """Writes into its argument, and has roots of numbers that random inputs make negative."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x, state):
+        """Compute."""
+        hidden = torch.tanh(self.linear(x)) * 0.5 + x
+        state.mul_(0.9).add_(hidden * hidden)
+        return hidden / (state.sqrt() + 1e-3)
+
+
+def decaying():
+    torch.manual_seed(0)
+    return Decaying().eval(), {"x": torch.randn(4, 16), "state": torch.rand(4, 16)}
+
+
+def test_the_tests_of_a_package_pass_for_a_call_that_writes_into_its_arguments(tmp_path):
+    """Each call of theirs has inputs of its own, and two NaNs are equal."""
+    _, _, fused = models.fused(decaying)
+    assert fused.export(tmp_path / "decaying") == ()
+    fused.revert()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(tmp_path / "decaying" / "tests")]
+    own = {"MODEL": f"{__file__}:decaying", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | own)
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout
+
+
+def bloom():
+    torch.manual_seed(0)
+    config = BloomConfig(n_layer=1, hidden_size=64, n_head=4, vocab_size=97)
+    return BloomForCausalLM(config).eval(), {"input_ids": torch.randint(3, 90, (2, 16)), "use_cache": False}
+
+
+@torch.no_grad()
+def test_keys_and_values_of_one_tensor_have_ops_of_their_own(tmp_path, monkeypatch):
+    """Their copies have one source and one layout, and begin at other places of query, key and value."""
+    model, inputs, fused = models.fused(bloom)
+    right = fused(**inputs).logits
+    fused.export(tmp_path / "bloom_parts")
+    fused.revert()
+    monkeypatch.syspath_prepend(tmp_path / "bloom_parts")
+    package = importlib.import_module("bloom_parts")
+    package.apply(model)
+    found = model(**inputs).logits
+    assert package.fallbacks(model) == {}
+    package.revert(model)
+    assert torch.equal(found, right)
+
+
+def test_a_triton_file_of_other_sizes_has_a_name_of_its_own():
+    """Its launch holds the sizes of one site; a CUDA kernel's are in ops.py, so that one file serves."""
+    first = op_of(NORMED, FMA)
+    other = replace(first, name="other", rendered=replace(first.rendered, text="# other sizes"))
+    assert with_own_file(first, [first]).file == first.file
+    assert with_own_file(other, [first]).file == f"{first.rendered.entry}_2.py"
+    in_cuda = replace(other, rendered=replace(other.rendered, suffix=".cu"))
+    assert with_own_file(in_cuda, [first]).file == f"{first.rendered.entry}.cu"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_advisor.codegen.common.header_comment import comment
@@ -35,7 +35,8 @@ from fusion_advisor.codegen.gemm.problem import (
     stage_bytes,
 )
 
-_THREADS = 384
+THREADS = 384
+"""Of a block: a warpgroup that copies tiles and two that multiply."""
 _MOST_BOUND = 1024
 """Sets of addresses whose tensor maps are kept; a step in a CUDA graph has one, others as many as the allocator hands out."""
 _MAPS = (
@@ -61,17 +62,60 @@ def render(problem: GemvProblem, header: Header, config: GemvConfig) -> Rendered
     source = environment().get_template("cuda/gemm_gated.cu.jinja").render(
         heading=comment(heading_lines(problem, header, config)), macros=macros, helpers=["exp2_16bit", "sigmoid_16bit"],
         entry=entry,
-        signature=[f"const __grid_constant__ TensorMap {name}" for name, _ in problem.operands], bounds=f"{_THREADS}, 1",
+        signature=[f"const __grid_constant__ TensorMap {name}" for name, _ in problem.operands], bounds=f"{THREADS}, 1",
         is_clustered=True, fast_math=False, bits=32, has_pairs=False, rows=config.rows, ptx=_PTX_TYPES[problem.dtype],
         registers=_lines(range(config.rows), 16, '"{}"', "%{}"), operands=_lines(range(config.rows), 6, "{}", '"+f"(sums[{}])'),
     )  # fmt: skip
     rendered = Rendered(backend="cuda", entry=entry, source=source, suffix=".cu", is_for_one_arch=True)
-    launch = {"tensor_maps": _MAPS, "threads": _THREADS, "shared_bytes": _shared_bytes(config)}
+    launch = {"tensor_maps": _MAPS, "threads": THREADS, "shared_bytes": shared_bytes_of(config)}
     return replace(rendered, text=cuda_file(rendered, problem, config, tensor_maps=launch))
 
 
-def _shared_bytes(config: GemvConfig) -> int:
-    """Of the tiles under way, and of a tile of results."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixMap:
+    """A row-major matrix and the tiles that are copied out of it or into it; sizes in elements."""
+
+    rows: int
+    cols: int
+    tile_rows: int
+    tile_cols: int
+    is_swizzled: bool
+
+
+def matrix_maps(problem: GemvProblem, config: GemvConfig) -> tuple[MatrixMap, ...]:
+    """Return what the kernel's tensor maps describe: x, the weight, the result.
+
+    Args:
+        problem: at its sizes.
+        config: as rendered.
+    """
+    sizes = (
+        (problem.m, problem.k, TILE_TOKENS, TILE_COLUMNS, True),
+        (problem.weight_rows, problem.k, config.rows, TILE_COLUMNS, True),
+        (problem.m, problem.n, TILE_TOKENS // 2, config.rows, False),
+    )
+    return tuple(
+        MatrixMap(rows=rows, cols=cols, tile_rows=tile_rows, tile_cols=tile_cols, is_swizzled=is_swizzled)
+        for rows, cols, tile_rows, tile_cols, is_swizzled in sizes
+    )
+
+
+def tiles_of(problem: GemvProblem, config: GemvConfig) -> int:
+    """Return how many clusters have work: each computes one tile at a time.
+
+    Args:
+        problem: at its sizes.
+        config: as rendered.
+    """
+    return -(-problem.m // (TILE_TOKENS * blocks_of(problem))) * -(-problem.n // config.rows)
+
+
+def shared_bytes_of(config: GemvConfig) -> int:
+    """Return the shared memory of a block: the tiles under way, and a tile of results.
+
+    Args:
+        config: as rendered.
+    """
     return config.stages * stage_bytes(config) + TILE_TOKENS * config.rows * 2
 
 
@@ -96,7 +140,7 @@ def launcher(kernel: Any, problem: GemvProblem, config: GemvConfig) -> Launcher:
     from cuda.bindings import driver
 
     fallback = torch_launcher(problem)
-    shared_bytes = _shared_bytes(config)
+    shared_bytes = shared_bytes_of(config)
     functions: dict[int, tuple[Any, int]] = {}
     bound: dict[tuple[int, ...], _Arguments] = {}
     current_device = torch.cuda.current_device
@@ -122,7 +166,7 @@ def launcher(kernel: Any, problem: GemvProblem, config: GemvConfig) -> Launcher:
             functions[device] = found, _grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
         function, grid = functions[device]
         stream = torch.cuda.current_stream(device).cuda_stream
-        _launched(driver.cuLaunchKernel(function, grid, 1, 1, _THREADS, 1, 1, shared_bytes, stream, arguments.address, 0))
+        _launched(driver.cuLaunchKernel(function, grid, 1, 1, THREADS, 1, 1, shared_bytes, stream, arguments.address, 0))
 
     return start
 
@@ -131,17 +175,13 @@ class _Arguments:
     """Tensor maps of one set of addresses, as a launch takes them; they live as long as this."""
 
     def __init__(self, problem: GemvProblem, config: GemvConfig, places: Sequence[int]) -> None:
-        x, weight, out = places
-        self._maps = (
-            _tensor_map(x, problem.m, problem.k, problem.dtype, box=(TILE_TOKENS, TILE_COLUMNS), is_swizzled=True),
-            _tensor_map(weight, problem.weight_rows, problem.k, problem.dtype, box=(config.rows, TILE_COLUMNS), is_swizzled=True),
-            _tensor_map(out, problem.m, problem.n, problem.dtype, box=(TILE_TOKENS // 2, config.rows), is_swizzled=False),
-        )
+        described = zip(places, matrix_maps(problem, config), strict=True)
+        self._maps = tuple(_tensor_map(place, matrix, problem.dtype) for place, matrix in described)
         self._pointers = (ctypes.c_void_p * len(self._maps))(*(one.getPtr() for one in self._maps))
         self.address = ctypes.addressof(self._pointers)
 
 
-def _tensor_map(place: int, rows: int, cols: int, dtype: str, *, box: tuple[int, int], is_swizzled: bool) -> Any:
+def _tensor_map(place: int, matrix: MatrixMap, dtype: str) -> Any:
     """Describe a row-major matrix and the tiles that are copied; what lies outside of it reads as 0 and is not written."""
     from cuda.bindings import driver
 
@@ -150,9 +190,10 @@ def _tensor_map(place: int, rows: int, cols: int, dtype: str, *, box: tuple[int,
     return _done(
         driver.cuTensorMapEncodeTiled(
             types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if dtype == "float16" else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            2, place, [wide(cols), wide(rows)], [wide(cols * 2)], [narrow(box[1]), narrow(box[0])], [narrow(1), narrow(1)],
+            2, place, [wide(matrix.cols), wide(matrix.rows)], [wide(matrix.cols * 2)],
+            [narrow(matrix.tile_cols), narrow(matrix.tile_rows)], [narrow(1), narrow(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if is_swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if matrix.is_swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
@@ -161,8 +202,7 @@ def _tensor_map(place: int, rows: int, cols: int, dtype: str, *, box: tuple[int,
 
 def _grid(problem: GemvProblem, config: GemvConfig, multiprocessors: int) -> int:
     blocks = blocks_of(problem)
-    tiles = -(-problem.m // (TILE_TOKENS * blocks)) * -(-problem.n // config.rows)
-    return blocks * min(tiles, max(1, multiprocessors // blocks))
+    return blocks * min(tiles_of(problem, config), max(1, multiprocessors // blocks))
 
 
 def _done(answer: tuple[Any, ...]) -> Any:

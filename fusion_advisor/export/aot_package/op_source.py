@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.errors import CannotExport
-from fusion_advisor.export.kernel_ops import KernelOp
+from fusion_advisor.export.kernel_ops import TORCH, KernelOp
 from fusion_advisor.records import TensorMeta
 
 
+def in_library(ops: Sequence[KernelOp]) -> tuple[KernelOp, ...]:
+    """Return the ops whose kernels the C++ library launches: AOTInductor compiles all others into the model.
+
+    Args:
+        ops: of the package.
+    """
+    return tuple(op for op in ops if op.rendered.suffix == ".cpp")
+
+
 def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
-    """Refuse kernels that no C++ op can launch.
+    """Refuse kernels that neither the C++ library nor a compiled model launches.
 
     Args:
         ops: of the package.
@@ -22,14 +31,39 @@ def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
         CannotExport: one is launched by Python, or needs what the library does not do; its name is in the message.
     """
     for op in ops:
-        if op.in_place or (op.carried is not None and op.carried.first):
-            why = "writes into its arguments" if op.in_place else "starts from a state that is computed from its arguments"
+        why = ""
+        if op.rendered.suffix == ".cu":
+            why = f"is a {descriptor(op.rendered.backend).title} kernel that Python launches"
+        elif op.rendered.suffix == ".py" and "enable_fp_fusion=False" in op.rendered.file_text:
+            why = "is compiled without fused multiply-adds, which AOTInductor does not do"
+        elif op.rendered.suffix == ".cpp" and op.in_place:
+            why = "writes into its arguments"
+        elif op.rendered.suffix == ".cpp" and op.carried is not None and op.carried.first:
+            why = "starts from a state that is computed from its arguments"
+        if why:
             raise CannotExport(detail=f"op `{op.name}` ({op.fusion_id}) {why}; use --format package for it")
-        if op.rendered.suffix != ".cpp":
-            title = descriptor(op.rendered.backend).title
-            raise CannotExport(
-                detail=f"op `{op.name}` ({op.fusion_id}) is a {title} kernel that Python launches; use --format package for it"
-            )
+
+
+def traced_ops(listed: Mapping[str, Any], ops: Sequence[KernelOp]) -> dict[str, Any]:
+    """Return the names of ``ops.py``'s template for a package that torch.export traces, in which Triton kernels can be seen.
+
+    Args:
+        listed: the template's names for a package.
+        ops: of the package, in the same order.
+    """
+    shown = []
+    for row, op in zip(listed["ops"], ops, strict=True):
+        if op.rendered.backend == TORCH:
+            shown.append({**row, "register": "plain_op", "launcher": "plain_launcher"})
+        elif op.rendered.suffix == ".py":
+            entries = tuple(one.entry for one in op.rendered.parts) or (op.rendered.entry,)
+            launch = [("entries", repr(entries))]
+            shown.append({**row, "register": "traced_op", "launcher": "traced_launcher", "launch": launch})
+        else:
+            shown.append(row)
+    compiled = {row[part] for row in shown for part in ("register", "launcher") if "register" in row}
+    backends = [one for one in listed["backends"] if one not in (TORCH, "triton")]
+    return {**listed, "ops": shown, "compiled": sorted(compiled), "backends": backends}
 
 
 def library_ops(ops: Sequence[KernelOp]) -> list[dict[str, Any]]:

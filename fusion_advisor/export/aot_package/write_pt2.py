@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.errors import CannotExport
-from fusion_advisor.export.aot_package.op_source import entries, library_ops, refuse_python_launches
+from fusion_advisor.export.aot_package.op_source import entries, in_library, library_ops, refuse_python_launches, traced_ops
 from fusion_advisor.export.aot_package.traced import imported, named_tensors, traced
 from fusion_advisor.export.collect import rewritten
 from fusion_advisor.export.export import check_export, package_name
@@ -26,6 +26,8 @@ from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.runtime.torch_internals.inductor import compile_and_package, missing_for_packages
 from fusion_advisor.workload.load import LoadedWorkload
 
+_SOURCES = ("ops.cpp", "build.py")
+"""Of the op library."""
 _FLOORS = {"float32": 1e-5, "float64": 1e-12}
 """Relative difference from the fused model that Inductor's other order of sums may make; 2e-2 for half types."""
 
@@ -69,21 +71,25 @@ def _made(loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, p
     buffer = io.BytesIO()
     torch.save(tensors, buffer)
     files: dict[str, bytes | Path] = {"example.pt": buffer.getvalue(), "LICENSE": rendered("export/LICENSE", context)}
-    files |= {one: rendered(f"export/pt2/{one}", context) for one in ("ops.cpp", "build.py", "run.py")}
+    library = in_library(found.ops)
+    files |= {one: rendered(f"export/pt2/{one}", context) for one in (*_SOURCES[: 2 * bool(library)], "run.py")}
     files |= {f"kernels/{op.file}": op.rendered.file_text.encode() for op in found.ops}
     made = place / "made"
     _write(made, files)
-    _run([sys.executable, "build.py"], made, "its op library")
+    if library:
+        _run([sys.executable, "build.py"], made, "its op library")
     outputs, eager = _compiled(loaded, saved, found, name, place, tensors)
     (place / "model.pt2").rename(made / "model.pt2")
     context["agreement"] = _agreement(made, place, outputs, eager)
     files["README.md"] = rendered("export/pt2/README.md", context)
-    return files | {one: made / one for one in ("model.pt2", f"lib{name}_ops.so")}
+    return files | {one: made / one for one in ("model.pt2", *[f"lib{name}_ops.so"] * bool(library))}
 
 
 def _context(saved: SavedPlan, found: Printed, name: str) -> dict[str, Any]:
+    library = in_library(found.ops)
     return ops_context(found.ops, saved.report, name) | {
-        "library_ops": library_ops(found.ops), "entries": entries(found.ops), "left_out": found.left_out,
+        "library_ops": library_ops(library), "entries": entries(library), "left_out": found.left_out,
+        "checks_less": [op.name for op in found.ops if op.rendered.has_asserts],
         "values": found.values, "class_name": found.context["class_name"],
         "tensors": [(one, tuple(meta.shape), tuple(meta.stride), meta.dtype) for one, meta in found.tensors],
     }  # fmt: skip
@@ -94,14 +100,16 @@ def _compiled(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Write ``model.pt2``; return the outputs of the fused model and of the model as it is."""
     source = place / "source"
-    _write(source, files_of(found, saved.report, name))
+    listed = traced_ops(ops_context(found.ops, saved.report, name), found.ops)
+    own = {"ops.py": rendered("export/ops.py", listed), "_compiled.py": rendered("export/pt2/_compiled.py", listed)}
+    _write(source, files_of(found, saved.report, name) | {f"{name}/{file}": content for file, content in own.items()})
     with torch.no_grad():
         eager = named_tensors(loaded.model(**tensors, **found.values))
     with imported(source, name) as package:
         program, outputs = traced(package, loaded.model, tensors, found.values)
         try:
             compile_and_package(program, place / "model.pt2")
-        except (RuntimeError, AssertionError, TypeError) as error:
+        except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
             line = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
             raise CannotExport(detail=f"AOTInductor refuses its graph: {line[:300]}") from error
     return outputs, eager
@@ -121,7 +129,7 @@ def _agreement(made: Path, place: Path, outputs: Mapping[str, torch.Tensor], eag
     """
     results = place / "results.pt"
     _run([sys.executable, "run.py", "--save", str(results)], made, "the compiled model")
-    found = torch.load(results, weights_only=True)
+    found = torch.load(results, weights_only=True, map_location="cpu")
     if all(torch.equal(found[name], value.cpu()) for name, value in outputs.items()):
         return "Its results have the fused model's bits."
     worst, own = (max(_difference(other[name], value) for name, value in outputs.items()) for other in (found, eager))

@@ -27,7 +27,8 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.chains.trace_bytes import read_bytes
 from fusion_advisor.fuse.rewrite.derived_tensors import Extended
 from fusion_advisor.fuse.rewrite.layout_copy import put_copy
-from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, packing_bytes, period_of
+from fusion_advisor.fuse.rewrite.odd_rows import period_of
+from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, packing_bytes
 from fusion_advisor.fuse.rewrite.price import PassEffect
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.records import Ref

@@ -27,7 +27,8 @@ import math
 import torch
 
 from fusion_advisor.fuse.rewrite.derived_tensors import Extended
-from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE, padded_rows, roomy_rows
+from fusion_advisor.fuse.rewrite.odd_rows import store, with_bias
+from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE, roomy_rows
 
 LEAST_ROWS = 256
 """Rows of each product of the batch, from which on it computes longer than it reads the weight (see above)."""
@@ -45,22 +46,25 @@ class OddRows:
         columns: of the result: the weight's rows, N; :data:`LEAST_COLUMNS` at least.
         has_bias: whether calls pass one.
 
+    Attributes:
+        columns: see above.
+        has_bias: see above.
+        extended: views a weight with the rows after it, which a call without a bias reads.
+
     Raises:
         LayoutChanged: (when called without a bias) the weight has no room for seven more rows after it.
     """
 
     def __init__(self, name: str, columns: int, *, has_bias: bool = False) -> None:
         self.__name__ = self.__qualname__ = name
-        self._columns = columns
-        self._has_bias = has_bias
-        self._period = period_of(columns)
-        self._shift = -columns % GEMM_MULTIPLE
-        self._extended = Extended(f"{name}_weight", roomy_rows(columns))
+        self.columns = columns
+        self.has_bias = has_bias
+        self.extended = Extended(f"{name}_weight", roomy_rows(columns))
 
     @property
     def launches(self) -> int:
         """The batch, two narrow products and a copy of each; with a bias, also eight columns and a ``cat`` for each operand."""
-        return 9 if self._has_bias else 5
+        return 9 if self.has_bias else 5
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ weight.T + bias``, contiguous.
@@ -70,38 +74,14 @@ class OddRows:
             weight: [N, K], of x's dtype.
             bias: [N], of x's dtype; K must be a multiple of eight with one.
         """
-        rows, columns = math.prod(x.shape[:-1]), self._columns
-        flat_x = x.reshape(rows, x.shape[-1])
+        flat_x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if bias is None:
-            wide = self._extended(weight)
+            wide = self.extended(weight)
         else:
-            eighths = x.new_full((rows, GEMM_MULTIPLE), 1 / GEMM_MULTIPLE)
-            repeated = bias.detach()[:, None].expand(columns, GEMM_MULTIPLE).contiguous()  # ATen vectorizes only such in cat
-            flat_x = _joined(flat_x, eighths, rows)
-            wide = _joined(weight.detach(), repeated, roomy_rows(columns))
-        out = x.new_empty((*x.shape[:-1], columns))
-        result = out.view(rows, columns)
-        left_out = self._shift * (self._period - 1)
-        middle = (columns - left_out) // GEMM_MULTIPLE * GEMM_MULTIPLE
-        longer = rows % self._period  # so many groups have one row more than the others, and are a batch of their own
-        for first, groups in ((0, longer), (longer, self._period - longer)):
-            self._batch(flat_x[first:], wide[first * self._shift :], result[first:, first * self._shift :], groups, middle)
-        for start, end in ((0, left_out), (middle, columns)):
-            narrow = torch.mm(flat_x, wide[start : start + padded_rows(end - start)].t())
-            result[:, start:end] = narrow[:, : end - start]
+            flat_x, wide = with_bias(flat_x, weight, bias)
+        out = x.new_empty((*x.shape[:-1], self.columns))
+        store(flat_x, wide, out.view(len(flat_x), self.columns))
         return out
-
-    def _batch(self, x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, groups: int, middle: int) -> None:
-        """Write ``middle`` columns of all rows of so many groups, from the places on where the first one's begin."""
-        each = -(-len(x) // self._period)
-        if not groups or not each:
-            return
-        row, element = x.stride()
-        width = x.shape[1]
-        places = x.as_strided((groups, each, width), (row, self._period * row, element))
-        taken = weight.as_strided((groups, width, middle), (self._shift * width, 1, width))
-        stored = result.as_strided((groups, each, middle), (self._columns + self._shift, self._period * self._columns, 1))
-        torch.bmm(places, taken, out=stored)
 
 
 def packing_bytes(rows: int, columns: int, width: int) -> int:
@@ -114,16 +94,3 @@ def packing_bytes(rows: int, columns: int, width: int) -> int:
     """
     added = 3 * GEMM_MULTIPLE  # written as a piece, read from it, written after the row
     return (rows + columns) * (2 * width + added) * _ITEM_BYTES
-
-
-def period_of(columns: int) -> int:
-    """Return how many rows of this width begin differently: their alignment repeats after so many."""
-    return GEMM_MULTIPLE // math.gcd(columns, GEMM_MULTIPLE)
-
-
-def _joined(left: torch.Tensor, right: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return two matrices side by side, in memory for so many rows; those after theirs may hold anything: no result shows it."""
-    width = left.shape[1] + right.shape[1]
-    memory = left.new_empty((rows, width))
-    torch.cat((left, right), 1, out=memory[: len(left)])
-    return memory

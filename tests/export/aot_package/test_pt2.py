@@ -83,11 +83,26 @@ def test_a_small_model_twice(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("backend", "suffix"), [("triton", ".py"), ("cuda", ".cu")])
-def test_a_kernel_that_python_launches_is_named(backend, suffix):
-    rendered = SimpleNamespace(backend=backend, suffix=suffix)
-    op = SimpleNamespace(name="gelu_tanh", fusion_id="F1", rendered=rendered, in_place=(), carried=None)
-    with pytest.raises(CannotExport, match=r"op `gelu_tanh` \(F1\) is a"):
+@pytest.mark.parametrize(
+    ("suffix", "change", "reason"),
+    [
+        (".cu", {}, "is a CUDA kernel that Python launches"),
+        (".py", {"file_text": "kernel[grid](x, enable_fp_fusion=False)"}, "is compiled without fused multiply-adds"),
+        (".cpp", {"in_place": (0,)}, "writes into its arguments"),
+        (".cpp", {"carried": SimpleNamespace(first="x[0]")}, "starts from a state"),
+        (".py", {"in_place": (0,)}, ""),
+    ],
+)
+def test_a_kernel_that_cannot_be_compiled_in_is_named(suffix, change, reason):
+    backend = {".cu": "cuda", ".py": "triton", ".cpp": "cpp"}[suffix]
+    rendered = SimpleNamespace(backend=backend, suffix=suffix, file_text=change.pop("file_text", "enable_fp_fusion=True"))
+    op = SimpleNamespace(
+        **{"name": "gelu_tanh", "fusion_id": "F1", "rendered": rendered, "in_place": (), "carried": None, **change}
+    )
+    if reason:
+        with pytest.raises(CannotExport, match=rf"op `gelu_tanh` \(F1\) {reason}"):
+            refuse_python_launches([op])
+    else:
         refuse_python_launches([op])
 
 

@@ -17,7 +17,8 @@ from fusion_advisor.fuse.passes.pad_gemm import pad_linears, store_odd_rows
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.rewrite import odd_width_gemm
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, rewrite_region
-from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_ROWS, OddRows, packing_bytes, period_of
+from fusion_advisor.fuse.rewrite.odd_rows import period_of
+from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_ROWS, OddRows, packing_bytes
 from fusion_advisor.records import GraphRewrite, Status
 from fusion_advisor.workload.weight_packing import leave_room, roomy_rows
 from tests.fuse.passes.test_pad_gemm import Head

@@ -106,7 +106,8 @@ def test_revert_gives_the_model_back(model):
     assert list(model.state_dict()) == names
     gpt2_fused.revert(model)
     assert "forward" not in vars(model)
-    assert all(torch.equal(one, other) for one, other in zip(own, tensors_of(model(**make_inputs())), strict=True))
+    again = tensors_of(model(**make_inputs()))
+    assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(own, again, strict=True))
 
 
 def test_a_call_with_gradients_runs_the_models_own_forward(fused):
@@ -133,11 +134,10 @@ def test_torch_compile_sees_one_graph(fused):
 
 @torch.no_grad()
 def test_torch_export_sees_the_ops(fused):
-    inputs = make_inputs()
-    program = torch.export.export(fused, (), inputs)
+    program = torch.export.export(fused, (), make_inputs())
     called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert any(name.startswith("gpt2_fused.") for name in called)
-    for one, other in zip(tensors_of(program.module()(**inputs)), tensors_of(fused(**inputs)), strict=True):
+    for one, other in zip(tensors_of(program.module()(**make_inputs())), tensors_of(fused(**make_inputs())), strict=True):
         assert relative_error(one, other) <= 1e-5
 
 
