@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run, capture_regions
+from fusion_advisor.capture.layout_trial import drop_layouts
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes, put_input_numbers_in
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
@@ -180,6 +181,7 @@ def capture_open(
         if why is None:
             raise
         raise OneSizeOnly(why) from error
+    drop_layouts(live)  # nobody times what they change, and a piece of one size has the ops that a piece of open sizes has
     if not live.is_whole():
         raise OneSizeOnly(f"the call is {len(live.in_order())} graphs, and its Python between them may look at sizes")
     others = [name for name in live.written.tensors if name not in tensors]
@@ -197,6 +199,8 @@ def opened_by_dynamo(region: Region) -> OpenCapture:
     Raises:
         OneSizeOnly: a size is not read off its inputs alone.
     """
+    live = LiveCapture(regions=[region], runs=[Run(0, tuple(region.example_args))])
+    drop_layouts(live)
     values = [node.meta.get("val") for node in region.graph.graph.nodes if node.op == "placeholder"]
     sizes: dict[str, int] = {}
     names: dict[Any, str] = {}
@@ -210,7 +214,6 @@ def opened_by_dynamo(region: Region) -> OpenCapture:
     numbers = put_input_numbers_in(region.graph, region.example_args)
     let_nodes_stand_for_sizes(region.graph)
     environment = symbolic_sizes.environment_of([value for value in values if value is not None])
-    live = LiveCapture(regions=[region], runs=[Run(0, tuple(region.example_args))])
     return OpenCapture(live=live, sizes=sizes, names=names, guards=(), environment=environment, numbers=numbers)
 
 
