@@ -7,7 +7,7 @@ ops have the same numbers at every size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,8 +249,22 @@ def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]
             raise OneSizeOnly(f"a size of the graph ({symbol}) is the size of no dim that may vary")
     environment = symbolic_sizes.environment_of([value for value in values if value is not None])
     let_nodes_stand_for_sizes(region.graph)
-    guards = () if environment is None else _on_named(symbolic_sizes.guards_of(environment), environment, names)
+    assumed = () if environment is None else (*symbolic_sizes.guards_of(environment), *_kept_by_squeezes(region))
+    guards = _on_named(assumed, environment, names)
     return OpenCapture(live=live, sizes=dict(sizes), names=names, guards=guards, environment=environment)
+
+
+_SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
+
+
+def _kept_by_squeezes(region: Region) -> Iterator[Any]:
+    """Yield what ``squeeze`` takes for granted of sizes: an open one is not 1. Torch does not guard it where 1 is a size."""
+    for node in region.graph.graph.nodes:
+        if node.target in _SQUEEZES:
+            shape = node.args[0].meta["val"].shape
+            dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+            sizes = [shape[dim] for dim in ([dims] if isinstance(dims, int) else dims)] if shape else []
+            yield from (symbolic_sizes.is_not_one(size) for size in sizes if symbolic_sizes.is_size(size))
 
 
 def _on_named(guards: Sequence[Any], environment: Any, names: Mapping[Any, str]) -> tuple[Any, ...]:

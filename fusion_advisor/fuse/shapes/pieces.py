@@ -71,7 +71,7 @@ def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MO
 
 
 def sample_of(box: Box) -> dict[str, int]:
-    """Return sizes in a box at which to trace: different primes where it has some, of a moderate size, and 1 only where it must."""
+    """Return sizes in a box at which to trace: different primes where it has some, of a moderate size; 1 only where it must."""
     found: dict[str, int] = {}
     for one in sorted(box, key=lambda one: sum(map(one.holds, _PRIMES))):  # which has the fewest primes chooses first
         middle = isqrt(one.least * min(one.most, max(one.least, _LARGEST_SAMPLE)))
