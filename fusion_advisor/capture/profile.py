@@ -17,7 +17,7 @@ import nvtx
 import torch
 
 from fusion_advisor.capture.graph import fx_nodes, op_records, tracer
-from fusion_advisor.capture.layout_trial import SecondLook, drop_layouts, settle_layouts
+from fusion_advisor.capture.layout_trial import SecondLook, settle_layouts
 from fusion_advisor.capture.loops.one_op import fold_loops
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import OP_RANGE, Step, median_step
@@ -109,20 +109,10 @@ def profile_model(
     ), live
 
 
-def profile_regions(live: tracer.LiveCapture, bandwidth: Bandwidth, device: torch.device) -> Capture:
-    """Profile graphs that somebody else captured (dynamo, for its backend): there is no eager step to compare with.
-
-    Args:
-        live: regions with the tensors of a call.
-        bandwidth: ceilings of the device.
-        device: where the tensors are.
-    """
-    drop_layouts(live)  # nobody says what they change
-    return profile_as_it_is(live, bandwidth, device)
-
-
 def profile_as_it_is(live: tracer.LiveCapture, bandwidth: Bandwidth, device: torch.device, *, traced_steps: int = 3) -> Capture:
-    """Profile captured graphs with whatever copies of layouts are in them.
+    """Profile captured graphs with whatever copies of layouts are in them: there is no eager step to compare with.
+
+    The graphs stay as they are, so that the indices of ops that somebody holds stay right.
 
     Args:
         live: regions with the tensors of a call.

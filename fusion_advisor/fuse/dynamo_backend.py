@@ -25,7 +25,8 @@ from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import NotTraced, retrace
 from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.capture.graph.tracer import OWN_GRADIENTS, LiveCapture, Region
-from fusion_advisor.capture.profile import profile_regions
+from fusion_advisor.capture.layout_trial import drop_layouts
+from fusion_advisor.capture.profile import profile_as_it_is
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, opened_by_dynamo
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.decide.choose import choose
@@ -95,7 +96,9 @@ def optimise(
     """
     instruments = instruments.with_effort(options.effort)
     device = next(value.device for value in region.example_args if isinstance(value, torch.Tensor))
-    bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda", timer=instruments.timer)
+    live = LiveCapture(regions=[region])
+    drop_layouts(live)  # nobody times what they change
+    bench = Bench(live, on_cuda=device.type == "cuda", timer=instruments.timer)
     written = _written_input(bench.ops)
     if written is not None:
         return _unfused(region.original, f"the graph writes to its input `{written}`")
@@ -106,7 +109,7 @@ def optimise(
     if padded.is_kept:
         bench = Bench(LiveCapture(regions=[padded.region]), on_cuda=bench.on_cuda, timer=instruments.timer)
     progress, journal = progress or Progress(), journal or Journal()
-    capture = profile_regions(bench.live, options.bandwidth or measure_bandwidth(device), device)
+    capture = profile_as_it_is(bench.live, options.bandwidth or measure_bandwidth(device), device)
     patterns, sources = library_on_demand(options.kernel_dirs)
     plan = make_plan(
         capture, patterns, min_share=options.min_share, top=options.top, only=options.only_kernels, skip=options.skipped_kernels,

@@ -141,7 +141,7 @@ def points_for(ranges: Mapping[str, tuple[int, int]], count: int = 6) -> list[di
     """Return sizes inside ranges: the first to lower at, the others to compare with.
 
     Primes, where there are some: a length that happens to be a number of heads, or divides another size, would be lowered to a
-    special case.
+    special case. 1 only where there is nothing else: a dim of one element has no loop.
 
     Args:
         ranges: by name the least and the most.
@@ -152,7 +152,8 @@ def points_for(ranges: Mapping[str, tuple[int, int]], count: int = 6) -> list[di
         point: dict[str, int] = {}
         for place, (name, (least, most)) in enumerate(ranges.items()):
             free = [one for one in _PRIMES if least <= one <= most and one not in point.values()]
-            more = free or [one for one in range(most, least - 1, -1) if one not in point.values()] or [least]
+            larger = range(most, max(least, 2) - 1, -1)
+            more = free or [one for one in larger if one not in point.values()] or list(larger) or [least]
             point[name] = more[(step * (place + 1) + 2 * place) % len(more)]
         if point not in found:
             found.append(point)

@@ -11,7 +11,7 @@ import torch
 
 from fusion_advisor.capture import unchanged_step
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.capture.profile import _quality, profile_model, profile_regions, reconcile
+from fusion_advisor.capture.profile import _quality, profile_as_it_is, profile_model, reconcile
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.unchanged_step import Measurement
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
@@ -204,7 +204,7 @@ def test_reconciliation_names_the_categories_that_changed_largest_first():
 def test_regions_of_somebody_else_are_profiled_without_an_eager_step():
     model, args = toy()
     live = capture_regions(model, args, {})
-    capture = profile_regions(live, BANDWIDTH, torch.device("cpu"))
+    capture = profile_as_it_is(live, BANDWIDTH, torch.device("cpu"))
     assert capture.eager_launches == ()
     assert capture.quality.joined_share >= 0.99
     assert len(capture.launches) > 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import warnings
 from dataclasses import replace
@@ -18,6 +20,7 @@ from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.records import ShapeRanges, SizeRange
 from fusion_advisor.records.serialize import dump_report, load_report
 from tests import tiny
+from tests.capture.graph.test_contiguous_rows import Speech
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="kernels of a CPU need a C++ compiler: apt-get install g++")
 
@@ -236,6 +239,47 @@ def test_a_call_that_one_graph_cannot_serve_runs_the_original_ops_with_the_reaso
         assert "2 graphs" in piece.refusal
         with torch.no_grad(), pytest.warns(UserWarning, match="2 graphs"):
             fused(x=torch.randn(3, 8))
+
+
+def test_a_piece_of_one_size_is_decided_on_the_graph_that_it_has():
+    """All sizes are numbers there, as in a plan of one call, and copies of layouts that nobody times are no part of it."""
+
+    class Mono(Speech):
+        def forward(self, sound):
+            return super().forward(sound.repeat(2, 1, 1) if sound.shape[0] == 1 else sound)
+
+    model = Mono().eval()
+    exact, original = copy.deepcopy(model).double(), model._call_impl
+    with served(model, {"sound": torch.randn(2, 4, 96)}, {"sound": ("batch=1..3", None, None)}, min_share=0.0) as fused:
+        assert [piece.ranges[0].text for piece in fused.report.shapes.pieces] == ["batch=2..3", "batch=1"]
+        assert all("add_layernorm" in point.rewrites for piece in fused.report.shapes.pieces for point in piece.points)
+        for batch in (1, 2, 3):
+            sound = torch.randn(batch, 4, 96)
+            with torch.no_grad():
+                truth, eager = exact(sound.double()), original(sound)
+                assert (fused(sound=sound) - truth).norm() <= 2 * (eager - truth).norm()
+        assert not fused.fallbacks
+
+
+@pytest.mark.parametrize(
+    "rows", [lambda x: torch.tanh(x).softmax(-1), lambda x: torch.tanh(x).squeeze().softmax(-1)], ids=["rows", "squeezed"]
+)
+def test_the_smallest_ranges_are_right_at_every_size(rows):
+    class Small(torch.nn.Module):
+        def forward(self, x):
+            return rows(x)
+
+    model = Small().eval()
+    shapes, points = {"x": ("batch=1..2", "seq=1..2", None)}, ((2, 2),)
+    with served(model, {"x": torch.randn(2, 2, 8)}, shapes, shape_points=points, min_share=0.0) as fused:
+        for batch, seq in itertools.product((1, 2), (1, 2)):
+            x = torch.randn(batch, seq, 8)
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # where a few numbers are less right than eager's, these run the original ops
+                ours = fused(x=x)
+            assert ours.shape == rows(x).shape
+            torch.testing.assert_close(ours.double(), rows(x.double()), rtol=1e-6, atol=1e-6)
+        assert fused.launches
 
 
 def test_points_are_the_ends_and_a_middle_within_reach():

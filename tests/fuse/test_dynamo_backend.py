@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from fusion_advisor.fuse.plan.options import ApplyOptions
+from tests.capture.graph.test_contiguous_rows import SOUND, Speech, captured, marks
 from tests.fuse.conftest import backend_with
 
 
@@ -43,3 +46,13 @@ def test_what_cannot_be_traced_runs_as_it_is_and_says_why(model, reason):
     torch.compiler.reset()
     with torch.no_grad(), pytest.warns(UserWarning, match=reason):
         assert torch.equal(torch.compile(model.eval(), backend=backend_with(ApplyOptions()))(x), model(x))
+
+
+def test_a_graph_whose_trace_holds_copies_of_layouts_is_fused_without_them():
+    model = Speech().eval()
+    assert marks(captured(model))
+    torch.compiler.reset()
+    with torch.no_grad():
+        exact, eager = copy.deepcopy(model).double()(SOUND.double()), model(SOUND)
+        compiled = torch.compile(model, backend=backend_with(ApplyOptions(keep="verified", min_share=0.0)))
+        assert (compiled(SOUND) - exact).norm() <= 2 * (eager - exact).norm()

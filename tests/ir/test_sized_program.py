@@ -62,3 +62,6 @@ def test_points_are_different_primes_inside_the_ranges():
     assert points_for({"batch": (2, 2)}) == [{"batch": 2}]
     assert {point["seq"] for point in points_for({"seq": (2, 4)})} == {2, 3}
     assert points_for({}) == [{}]
+    for ranges in ({"batch": (2, 2), "seq": (1, 2)}, {"batch": (1, 2), "seq": (1, 2)}):
+        assert points_for(ranges) == [{"batch": 2, "seq": 2}]  # a dim of one element has no loop
+    assert points_for({"batch": (1, 1)}) == [{"batch": 1}]

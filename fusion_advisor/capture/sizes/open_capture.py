@@ -7,7 +7,7 @@ ops have the same numbers at every size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run, capture_regions
+from fusion_advisor.capture.layout_trial import drop_layouts
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes, put_input_numbers_in
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
@@ -180,6 +181,7 @@ def capture_open(
         if why is None:
             raise
         raise OneSizeOnly(why) from error
+    drop_layouts(live)  # nobody times what they change, and a piece of one size has the ops that a piece of open sizes has
     if not live.is_whole():
         raise OneSizeOnly(f"the call is {len(live.in_order())} graphs, and its Python between them may look at sizes")
     others = [name for name in live.written.tensors if name not in tensors]
@@ -197,6 +199,8 @@ def opened_by_dynamo(region: Region) -> OpenCapture:
     Raises:
         OneSizeOnly: a size is not read off its inputs alone.
     """
+    live = LiveCapture(regions=[region], runs=[Run(0, tuple(region.example_args))])
+    drop_layouts(live)
     values = [node.meta.get("val") for node in region.graph.graph.nodes if node.op == "placeholder"]
     sizes: dict[str, int] = {}
     names: dict[Any, str] = {}
@@ -210,7 +214,6 @@ def opened_by_dynamo(region: Region) -> OpenCapture:
     numbers = put_input_numbers_in(region.graph, region.example_args)
     let_nodes_stand_for_sizes(region.graph)
     environment = symbolic_sizes.environment_of([value for value in values if value is not None])
-    live = LiveCapture(regions=[region], runs=[Run(0, tuple(region.example_args))])
     return OpenCapture(live=live, sizes=sizes, names=names, guards=(), environment=environment, numbers=numbers)
 
 
@@ -246,8 +249,22 @@ def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]
             raise OneSizeOnly(f"a size of the graph ({symbol}) is the size of no dim that may vary")
     environment = symbolic_sizes.environment_of([value for value in values if value is not None])
     let_nodes_stand_for_sizes(region.graph)
-    guards = () if environment is None else _on_named(symbolic_sizes.guards_of(environment), environment, names)
+    assumed = () if environment is None else (*symbolic_sizes.guards_of(environment), *_kept_by_squeezes(region))
+    guards = _on_named(assumed, environment, names)
     return OpenCapture(live=live, sizes=dict(sizes), names=names, guards=guards, environment=environment)
+
+
+_SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
+
+
+def _kept_by_squeezes(region: Region) -> Iterator[Any]:
+    """Yield what ``squeeze`` takes for granted of sizes: an open one is not 1. Torch does not guard it where 1 is a size."""
+    for node in region.graph.graph.nodes:
+        if node.target in _SQUEEZES:
+            shape = node.args[0].meta["val"].shape
+            dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+            sizes = [shape[dim] for dim in ([dims] if isinstance(dims, int) else dims)] if shape else []
+            yield from (symbolic_sizes.is_not_one(size) for size in sizes if symbolic_sizes.is_size(size))
 
 
 def _on_named(guards: Sequence[Any], environment: Any, names: Mapping[Any, str]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.capture.profile import profile_regions
+from fusion_advisor.capture.profile import profile_as_it_is
 from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.fuse.decide.choose import choose
@@ -83,7 +83,7 @@ def decide_at(
     device = next(value.device for value in given if isinstance(value, torch.Tensor))
     options = replace(options, run_dir=None, effort="quick" if options.is_timed else options.effort, freeze=False)
     bench = Bench(live, on_cuda=device.type == "cuda", timer=instruments.timer)
-    capture = profile_regions(live, bandwidth, device)
+    capture = profile_as_it_is(live, bandwidth, device)
     patterns, sources = library_on_demand(options.kernel_dirs)
     plan = make_plan(
         capture, patterns, min_share=options.min_share, top=options.top, only=options.only_kernels, skip=options.skipped_kernels,

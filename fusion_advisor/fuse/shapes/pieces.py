@@ -71,21 +71,24 @@ def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MO
 
 
 def sample_of(box: Box) -> dict[str, int]:
-    """Return sizes in a box at which to trace: different primes where it has some, of a moderate size."""
+    """Return sizes in a box at which to trace: different primes where it has some, of a moderate size; 1 only where it must."""
     found: dict[str, int] = {}
-    for one in box:
+    for one in sorted(box, key=lambda one: sum(map(one.holds, _PRIMES))):  # which has the fewest primes chooses first
         middle = isqrt(one.least * min(one.most, max(one.least, _LARGEST_SAMPLE)))
         free = [prime for prime in _PRIMES if one.holds(prime) and prime not in found.values()]
-        found[one.name] = min(free, key=lambda prime: abs(prime - middle)) if free else min(max(middle, one.least), one.most)
-    return found
+        other = min(max(middle, one.least, 2), one.most)
+        found[one.name] = min(free, key=lambda prime: abs(prime - middle)) if free else other
+    return {one.name: found[one.name] for one in box}
 
 
 def _largest_box(box: Box, sample: dict[str, int], opened: OpenCapture) -> Box | None:
     """Widen the traced call's sizes, one dim after the other, as far as the guards hold; None where they do not in between.
 
-    Guards that rule out combinations of several sizes (height x width != 16) are holes, which a call may fall into.
+    Guards that rule out combinations of several sizes (height x width != 16) are holes, which a call may fall into. A size of 1
+    is a number in the graph, of which there are no guards.
     """
     runs = {one.name: _run_around(sample[one.name], one, opened) for one in box}
+    runs |= {name: SizeRange(name=name, least=1, most=1) for name, size in sample.items() if size == 1}
     own = {name: SizeRange(name=name, least=size, most=size) for name, size in sample.items()}
 
     def holds(name: str, size: int) -> bool:

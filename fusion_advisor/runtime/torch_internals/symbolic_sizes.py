@@ -102,6 +102,11 @@ def is_inequation(expression: Expression) -> bool:
     return isinstance(expression, sympy.Ne)
 
 
+def is_not_one(size: Any) -> Expression:
+    """Return the expression that says that a size is not 1; True or False of a number."""
+    return sympy.Ne(expression_of(size), 1) if isinstance(size, torch.SymInt) else size != 1
+
+
 def symbols_in(expression: Expression) -> set[Any]:
     """Return the symbols of an expression."""
     return set() if isinstance(expression, bool | int | float) else set(expression.free_symbols)

@@ -12,7 +12,7 @@ from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.capture.loops.one_op import fold_loops
 from fusion_advisor.capture.loops.recurrence import find_recurrences
-from fusion_advisor.capture.profile import profile_regions
+from fusion_advisor.capture.profile import profile_as_it_is
 from fusion_advisor.records import Bandwidth, OpClass
 from fusion_advisor.records.op_facts import LOOP_PREFIX
 
@@ -83,7 +83,7 @@ def test_in_float64_the_whole_loop_is(is_bf16):
 
 def test_all_launches_of_the_loop_belong_to_its_op():
     live, _, _ = folded(Scan(), inputs())
-    capture = profile_regions(live, Bandwidth(copy_bytes_per_s=10**10, launch_ns=1000), torch.device("cpu"))
+    capture = profile_as_it_is(live, Bandwidth(copy_bytes_per_s=10**10, launch_ns=1000), torch.device("cpu"))
     (loop,) = [op for op in capture.ops if op.target.startswith(LOOP_PREFIX)]
     assert loop.op_class is OpClass.OTHER and loop.target.startswith(f"{LOOP_PREFIX}{STEPS}_steps_")
     assert loop.source_text == "state = decay[:, step] * state + added[:, step]"

@@ -96,6 +96,21 @@ def test_a_branch_on_a_size_stands_in_the_guards():
     assert found.holds_alone("batch", 1000)
 
 
+@pytest.mark.parametrize("target", [0, -2, (0, 1), None])
+def test_that_a_squeeze_keeps_a_dim_stands_in_the_guards(target):
+    found = opened(lambda x: x.squeeze() if target is None else x.squeeze(target))
+    is_first, is_second = target in (0, (0, 1), None), target in (-2, (0, 1), None)
+    assert found.holds({"batch": 1, "seq": 5}) != is_first
+    assert found.holds({"batch": 3, "seq": 1}) != is_second
+    assert found.holds({"batch": 2, "seq": 2})
+
+
+def test_a_computed_size_that_a_squeeze_keeps_stands_in_the_guards():
+    found = opened(lambda x: x.flatten(0, 1).squeeze(0)[None])
+    assert not found.holds({"batch": 1, "seq": 1})
+    assert found.holds({"batch": 1, "seq": 2}) and found.holds({"batch": 2, "seq": 1})
+
+
 def test_a_combination_that_is_ruled_out_is_a_hole():
     found = opened(lambda x: x if x.shape[0] * x.shape[1] != 64 else x.relu())
     assert not found.holds({"batch": 4, "seq": 16})

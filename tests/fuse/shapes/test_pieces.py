@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, capture_open
+from fusion_advisor.fuse.shapes import pieces
 from fusion_advisor.fuse.shapes.pieces import contains, find_pieces, sample_of
 from fusion_advisor.records import SizeRange
 from tests.capture.sizes.test_open_capture import DIMS, Rows
@@ -36,6 +38,25 @@ def test_a_size_of_one_is_in_the_piece_of_larger_ones():
 def test_a_size_of_one_has_a_piece_of_its_own_where_it_decides():
     assert texts(found(lambda x: x.relu() if x.shape[0] == 1 else x)) == ["batch=2..16, seq=1..100", "batch=1, seq=1..100"]
     assert texts(found(lambda x: x.relu() if x.shape[1] > 1 else x)) == ["batch=1..16, seq=2..100", "batch=1..16, seq=1"]
+
+
+def test_a_graph_of_size_one_serves_no_other():
+    ranges = (SizeRange(name="batch", least=2, most=2), SizeRange(name="seq", least=1, most=2))
+
+    def capture(sizes):
+        return capture_open(Rows().eval(), (), {"x": torch.randn(sizes["batch"], 1, 8)}, {"x": ("batch", "seq", "")})
+
+    assert pieces._largest_box(ranges, {"batch": 2, "seq": 1}, capture({"batch": 2})) == (
+        ranges[0], SizeRange(name="seq", least=1, most=1),
+    )  # fmt: skip
+
+
+def test_combinations_of_small_sizes_are_served_by_the_graphs_that_they_make():
+    ranges = (SizeRange(name="batch", least=1, most=3), SizeRange(name="seq", least=1, most=5))
+    for piece in found(lambda x: x.relu() if x.shape[0] < x.shape[1] else x, ranges):
+        for batch, seq in itertools.product(*(range(one.least, one.most + 1) for one in piece.box)):
+            graph = piece.opened.region.graph.graph
+            assert (batch < seq) == any(node.target is torch.ops.aten.relu.default for node in graph.nodes)
 
 
 def test_a_branch_splits_the_range_where_it_is():
@@ -85,6 +106,12 @@ def test_a_capture_that_serves_one_size_says_why():
 
     (piece,) = find_pieces((SizeRange(name="seq", least=2, most=3),), capture)
     assert piece.refusal == "it looks at a number in a tensor"
+
+
+def test_no_sample_is_one_where_a_box_has_more():
+    box = (SizeRange(name="batch", least=1, most=6), SizeRange(name="seq", least=1, most=2))
+    assert sample_of(box) == {"batch": 3, "seq": 2}
+    assert sample_of((box[1], replace(box[1], name="other"))) == {"seq": 2, "other": 2}
 
 
 def test_samples_are_different_primes_of_moderate_size():

@@ -35,6 +35,10 @@ def test_sizes_are_symbols_and_what_is_computed_from_them():
     compute = symbolic_sizes.computing(expression, [symbol])
     assert [compute(size) for size in (3, 4, 3)] == [6, 8, 6]
     assert symbolic_sizes.range_of(environment, symbol)[0] == 2
+    is_not_one = symbolic_sizes.is_not_one(columns)
+    of_columns = symbolic_sizes.symbol_of(columns)
+    assert [symbolic_sizes.at_sizes(is_not_one, {of_columns: size}) for size in (1, 2)] == [False, True]
+    assert symbolic_sizes.is_inequation(is_not_one) and symbolic_sizes.is_not_one(5) is True
 
 
 def test_an_expression_without_a_size_for_its_symbol_is_refused():
