@@ -47,6 +47,7 @@ from fusion_advisor.fuse.train.flag_trial import try_flags
 from fusion_advisor.fuse.train.freed_arguments import FreeingCall
 from fusion_advisor.fuse.train.gradient_parts import split_norm_gradients
 from fusion_advisor.fuse.train.journal import Journal
+from fusion_advisor.fuse.train.row_losses import split_losses
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import ModelCheck, OpNode
@@ -185,8 +186,8 @@ def _given_names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> t
 
 
 def _pass_copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return a pass that may be changed, in ops of which each sums along one side, sums of columns last."""
-    return sink_column_sums(split_norm_gradients(autograd_graphs.copied_graph(graph_module)))
+    """Return a pass that may be changed, in ops of which each sums along one side, sums of columns last; losses row by row."""
+    return sink_column_sums(split_norm_gradients(split_losses(autograd_graphs.copied_graph(graph_module))))
 
 
 def _differentiable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:

@@ -55,18 +55,14 @@ def plan_losses(graph_module: GraphModule, *, drops_logits: bool, least_bytes: i
 
 
 def spared_bytes(site: LossSite) -> int:
-    """Return how many bytes a step takes less at least: its logits, and what the backward pass reads of them.
-
-    That is the logarithm of their softmax in the dtype of the loss. What a chunk holds is taken off.
+    """Return how many bytes a step takes less at least: its logits and their gradient. What a chunk holds is taken off.
 
     Args:
         site: of a graph of dynamo's.
     """
     value = site.linear.meta["example_value"]
     columns, width = value.shape[-1], _width(site)
-    last = (site.steps or (site.linear,))[-1].meta["example_value"]
-    kept = last.numel() * last.element_size()
-    return site.logits_bytes + kept - chunk_bytes(value.numel() // columns, columns, width, value.element_size())
+    return 2 * site.logits_bytes - chunk_bytes(value.numel() // columns, columns, width, value.element_size())
 
 
 def _width(site: LossSite) -> int:

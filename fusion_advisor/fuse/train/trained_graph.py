@@ -189,7 +189,8 @@ class TrainedGraph:
         with self._base.instead(lambda graph: graph.forward), self._chunked.instead(lambda graph: graph.forward):
             self._passes = self._chunked
             reason, _ = self._checked(step)
-            change = None if reason or not self._options.is_timed else self._compared(
+            is_timed = self._options.is_timed and self._budget >= 1  # whoever asks for a budget pays for it with time
+            change = None if reason or not is_timed else self._compared(
                 lambda: step.run(before), lambda: step.run(after), step
             )  # fmt: skip
         row = verdict_on_loss(row, reason, change, saved_bytes)
@@ -299,7 +300,10 @@ def verdict_on_loss(row: GraphRewrite, reason: str, change: Comparison | None, s
     if saved_bytes <= 0:
         return judged(row, Status.NOT_REPLACED, "the step takes no less memory at its peak without the logits")
     if change is not None and change.low_ns > 0:
-        reason = f"the step is slower without the logits, which would spare {units.size(saved_bytes)} at its peak"
+        reason = (
+            f"the step is slower without the logits, which would spare {units.size(saved_bytes)} at its peak; a --memory-budget "
+            "below 1 takes them out all the same"
+        )
         return judged(row, Status.SLOWER, reason, delta_ns=delta_ns, interval_ns=interval)
     reason = f"the step takes {units.size(saved_bytes)} less at its peak, by the lifetimes of its tensors"
     return judged(row, Status.KEPT, reason, saved_bytes=saved_bytes, delta_ns=delta_ns, interval_ns=interval)

@@ -137,6 +137,16 @@ def test_the_size_of_a_chunk_changes_no_result_but_its_rounding(dtype):
             torch.testing.assert_close(mine, own, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_logits_far_apart_or_far_from_zero_lose_no_digits(smoothing):
+    """A label whose share is below the smallest fp32, and rows near 1,000, where fp32 has four digits after the point."""
+    *tensors, labels = operands(torch.float32)
+    tensors[2] = 1000 + 400 * (torch.arange(COLUMNS) % 2) * tensors[2].sign()
+    truth = step(eager, [one.double() for one in tensors], labels, smoothing=smoothing)
+    ours, theirs = (step(call, tensors, labels, smoothing=smoothing) for call in (chunked, eager))
+    assert_as_near(ours, theirs, truth, torch.float32)
+
+
 def test_torch_takes_it_for_an_op():
     hidden, weight, bias, labels = operands(torch.float32)
     leaves = [one.requires_grad_() for one in (hidden, weight, bias)]
@@ -146,9 +156,9 @@ def test_torch_takes_it_for_an_op():
 
 
 def test_a_chunk_is_a_quarter_of_the_rows_or_as_many_as_its_products_need():
-    assert [chunk_rows(rows, 768) for rows in (1, 64, 4096, 65536)] == [1, 16, 1024, 1024]
-    assert chunk_rows(65536, 8192) == 4096
-    assert chunk_bytes(4096, 50257, 768, 2) == 1024 * 50257 * 8
+    assert [chunk_rows(rows, 768) for rows in (1, 64, 4096, 65536)] == [1, 16, 1024, 3072]
+    assert [chunk_rows(65536, width) for width in (64, 8192)] == [1024, 16384]
+    assert chunk_bytes(4096, 50257, 768, 2) == 1024 * 50257 * 6
 
 
 class Made(TorchDispatchMode):
@@ -194,8 +204,8 @@ class Products(TorchDispatchMode):
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.out):
             self.products += 1
             self.strides += [max(one.stride()) * one.itemsize for one in (*args, result) if one.dim() == 2]
-        if func is torch.ops.aten._log_softmax.default:
-            self.widths.append(int(torch.isfinite(result[0]).sum()))
+        if func is torch.ops.aten._softmax.default:
+            self.widths.append(int((result[0] > 0).sum()))
         return result
 
 

