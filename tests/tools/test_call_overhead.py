@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fusion_advisor.fuse.direct.words import words_are_readable
 from tools.call_overhead import CASES, measure, model_of, table
@@ -19,6 +20,14 @@ def test_a_case_is_measured_part_by_part():
     assert "guards of the call" in lines[0] and lines[2].startswith("| mlp, 1 layers |")
 
 
+@pytest.fixture
+def _no_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_group")
 @pytest.mark.parametrize("case", CASES)
 def test_each_case_is_a_model_with_a_call(case):
     model, args, kwargs = model_of(case, 1)

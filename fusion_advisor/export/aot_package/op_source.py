@@ -32,7 +32,7 @@ def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
     """
     for op in ops:
         why = ""
-        if op.rendered.suffix == ".cu":
+        if op.rendered.suffix == ".cu" or (op.rendered.suffix == ".py" and op.carried is not None):
             why = f"is a {descriptor(op.rendered.backend).title} kernel that Python launches"
         elif op.rendered.suffix == ".py" and "enable_fp_fusion=False" in op.rendered.file_text:
             why = "is compiled without fused multiply-adds, which AOTInductor does not do"
@@ -62,7 +62,8 @@ def traced_ops(listed: Mapping[str, Any], ops: Sequence[KernelOp]) -> dict[str, 
         else:
             shown.append(row)
     compiled = {row[part] for row in shown for part in ("register", "launcher") if "register" in row}
-    backends = [one for one in listed["backends"] if one not in (TORCH, "triton")]
+    library = {op.rendered.backend for op in ops if op.rendered.backend != TORCH and op.rendered.suffix != ".py"}
+    backends = [one for one in listed["backends"] if one in library]
     return {**listed, "ops": shown, "compiled": sorted(compiled), "backends": backends}
 
 

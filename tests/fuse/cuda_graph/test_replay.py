@@ -593,7 +593,7 @@ def test_tensors_put_into_the_memory_are_found(appending):
 def test_original_ops_behind_an_append_ahead_are_an_error_once(appending, monkeypatch):
     fused, memory, _ = appending
     monkeypatch.setattr(
-        fused, "_run_compiled", lambda _, args, kwargs: fused._original(*args, **kwargs)
+        fused, "_run_compiled", lambda _, args, kwargs, *__: fused._original(*args, **kwargs)
     )  # dynamo gave up: it asks no backend
     x = torch.randn(2, 4)
     with pytest.raises(HalfWritten, match="reset the cache"):
