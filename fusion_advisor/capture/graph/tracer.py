@@ -12,6 +12,7 @@ What aliases what is read off the fake tensors' storages, so a view is a view wh
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,10 +86,12 @@ class DynamoCall:
     Attributes:
         call: the compiled call.
         later: takes the graphs that are compiled after the capture, where a guard failed; None until the call is taken over.
+        takes_recurrent: whether LSTMs and their like are ops of the graphs.
     """
 
     call: Callable[..., Any]
     later: Callable[[GraphModule, list[Any]], Callable[..., Any]] | None = None
+    takes_recurrent: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +166,17 @@ def capture_regions(
     original = module_call.original_call(model)
     with torch.no_grad():
         written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
-    live = _captured(model, args, kwargs, written, model_id=model_id, with_lines=with_lines)
+    captured = functools.partial(_captured, model, args, kwargs, written, model_id=model_id, with_lines=with_lines)
+    try:
+        live = captured()
+    except CannotCapture:  # dynamo before 2.12 fails on packed sequences, for one
+        if not any(isinstance(one, torch.nn.RNNBase) for one in model.modules()):
+            raise
+        captured = functools.partial(captured, takes_recurrent=False)
+        live = captured()
     if not live.regions and not live.breaks and not dynamo.isolates():
         dynamo.forget_graphs(model)
-        live = _captured(model, args, kwargs, written, model_id=model_id, with_lines=with_lines)
+        live = captured()
     if not live.regions:
         own = next((one.reason for one in live.breaks if one.reason == OWN_GRADIENTS), None)
         raise CannotCapture(model_id=model_id, detail=own or _NO_GRAPH)
@@ -241,11 +251,20 @@ class _Collector:
 
 
 def _captured(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], written: Written, *, model_id: str, with_lines: bool
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    written: Written,
+    *,
+    model_id: str,
+    with_lines: bool,
+    takes_recurrent: bool = True,
 ) -> LiveCapture:
     live = LiveCapture(written=written)
     collector = _Collector(with_lines=with_lines)
-    live.compiled = collector.compiled = DynamoCall(dynamo.compiled_call(model, collector.backend))
+    live.compiled = collector.compiled = DynamoCall(
+        dynamo.compiled_call(model, collector.backend), takes_recurrent=takes_recurrent
+    )
     live.output = _run_under_dynamo(collector, live.compiled, args, kwargs, model_id=model_id)
     written.rewind()
     collector.hand_over(live)
@@ -264,7 +283,8 @@ def _run_under_dynamo(
     try:
         with (
             refusals_told(model_id), torch.no_grad(), dynamo.raise_recompile_limit(1024), dynamo.no_collection(),
-            dynamo.recurrent_layers_in_graphs(), collector_paused(), dispatcher.linear_in_one_step(), lines,
+            dynamo.recurrent_layers_in_graphs(is_on=compiled.takes_recurrent), collector_paused(),
+            dispatcher.linear_in_one_step(), lines,
         ):  # fmt: skip
             return in_one_piece(lambda: compiled.call(*args, **kwargs))
     finally:

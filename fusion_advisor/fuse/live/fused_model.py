@@ -188,7 +188,8 @@ class FusedModel(InPlace):
             return verified.shortcut(args, kwargs, leaves, objects)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
         before = self._rewritten.handed_over
-        with dynamo.raise_recompile_limit(1024), dynamo.recurrent_layers_in_graphs():
+        takes_recurrent = self._captured is None or self._captured.takes_recurrent
+        with dynamo.raise_recompile_limit(1024), dynamo.recurrent_layers_in_graphs(is_on=takes_recurrent):
             result = self._compiled(*args, **kwargs)
         verified.is_in_place = self._rewritten.handed_over > before
         if not verified.is_in_place:

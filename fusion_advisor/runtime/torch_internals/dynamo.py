@@ -217,12 +217,15 @@ def without_repeated_warnings() -> contextlib.AbstractContextManager[Any]:
     return torch._dynamo.config.patch(ignore_logger_methods=_Ignored([] if once is None else [once]))
 
 
-def recurrent_layers_in_graphs() -> contextlib.AbstractContextManager[Any]:
+def recurrent_layers_in_graphs(*, is_on: bool = True) -> contextlib.AbstractContextManager[Any]:
     """Let dynamo take ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` into graphs, each as one op.
 
     By default it runs the whole function that calls one op by op, with all that stands around the call.
+
+    Args:
+        is_on: False keeps the default.
     """
-    return torch._dynamo.config.patch(allow_rnn=True)
+    return torch._dynamo.config.patch(allow_rnn=True) if is_on else contextlib.nullcontext()
 
 
 def no_collection() -> contextlib.AbstractContextManager[Any]:
