@@ -113,7 +113,7 @@ def time_optimizers(
     if any(type(one.data) is not torch.Tensor for one in trained):
         return (), "a parameter is of a tensor class that only an optimizer of the program itself may write"
     if not all(one.is_floating_point() for one in trained):
-        return (), "a parameter is complex, which AdamW with fused=True takes not"
+        return (), "a parameter is complex: fused AdamW takes floating-point ones alone"
     if _COPIES * sum(one.nbytes for one in trained) > _free_bytes(on_cuda=how.on_cuda):
         return (), _NO_MEMORY
     times = []
