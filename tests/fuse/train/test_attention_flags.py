@@ -10,31 +10,19 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fusion_advisor.fuse.dynamo_backend import fuse_graph
 from fusion_advisor.fuse.train.attention_flags import takes_shared_heads
-from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.records import Status
 from tests.fuse.train.attending import BATCH, HEADS, KV_HEADS, LENGTH, WIDTH, Attends, rows
+from tests.fuse.train.kept_graphs import KeptGraphs
 from tests.fuse.train.test_trained_graph import OPTIONS, compare, gradients, step
 
 BOTH = ("drop-masks", "group-heads")
 
 
-class Backend:
-    """The backend; keeps the graphs that train."""
-
-    def __init__(self, options=OPTIONS):
-        self.graphs, self.options = [], options
-
-    def __call__(self, graph_module, inputs):
-        call = fuse_graph(graph_module, inputs, self.options)
-        if isinstance(call, TrainedGraph):
-            self.graphs.append(call)
-        return call
-
+class Backend(KeptGraphs):
     @property
     def kept(self):
-        return tuple(row.id for graph in self.graphs for row in graph.outcome.step_rows if row.status is Status.KEPT)
+        return tuple(row.id for row in self.rows if row.status is Status.KEPT)
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph, verdict_on_loss
 from fusion_advisor.records import Status
 from fusion_advisor.timing.paired import compare_rounds
+from tests.fuse.train.kept_graphs import KeptGraphs
 from tests.fuse.train.test_trained_graph import OPTIONS, compare, gradients
 
 WORDS, WIDTH, ROWS = 211, 24, 64
@@ -46,22 +47,10 @@ class Speaker(nn.Module):
         return (loss, logits) if self.returns_logits else loss
 
 
-class Backend:
-    """The backend; keeps the graphs that train."""
-
-    def __init__(self, options=OPTIONS):
-        self.graphs, self.options = [], options
-
-    def __call__(self, graph_module, inputs):
-        call = fuse_graph(graph_module, inputs, self.options)
-        if isinstance(call, TrainedGraph):
-            self.graphs.append(call)
-        return call
-
+class Backend(KeptGraphs):
     @property
     def row(self):
-        (graph,) = self.graphs
-        return next((row for row in graph.outcome.step_rows if row.id == "linear-cross-entropy"), None)
+        return next((row for row in self.rows if row.id == "linear-cross-entropy"), None)
 
 
 def batch(seed=1):
