@@ -133,7 +133,8 @@ def gathered(what: str, value: Any) -> list[Any]:
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (what, value))
     if any(theirs != what for theirs, _ in told):
-        raise RuntimeError(f"the ranks do not do the same: {', '.join(sorted({theirs for theirs, _ in told}))}")
+        found = ", ".join(sorted({theirs for theirs, _ in told}))
+        raise RuntimeError(f"the ranks are at different places: {found}")
     return [theirs for _, theirs in told]
 
 
@@ -229,7 +230,7 @@ class SymmetricKernels:
         self._bind(call, way)
 
         def launch(*tensors: torch.Tensor) -> None:
-            # Bound anew after the buffers were freed and made again: their addresses are arguments of the launch.
+            # New buffers have other addresses, and a launch takes them as arguments.
             (self._bound.get((call, way)) or self._bind(call, way))(*tensors)
 
         return launch

@@ -7,7 +7,6 @@ import os
 import sys
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,15 +14,12 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.ranks.group import join
 from fusion_advisor.ranks.run import apply_on_ranks, placed
-from fusion_advisor.workload.inputs import make_inputs
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.request import WorkloadRequest
 from tests.ranks import models
+from tests.ranks.calls import DECODE, decode_inputs, error_of
 
 OPTIONS = ApplyOptions(effort="quick", keep="verified", runs=3, steps=1, warmup=1)
-
-
-DECODE = WorkloadRequest(model_id="tiny", device="cpu", phase="decode", context=9)
 
 
 def applied(ranks, model, kwargs, request):
@@ -31,20 +27,6 @@ def applied(ranks, model, kwargs, request):
     loaded = placed(replace(describe_live(model, (), kwargs), request=request), ranks)
     run = apply_on_ranks(ranks, loaded, OPTIONS, Progress(), lambda _: None)
     return run.fused, loaded.kwargs
-
-
-def decode_inputs(model):
-    """A token, and a cache that the model has filled with others."""
-    parameter = next(model.parameters())
-    return make_inputs(model, DECODE, device=parameter.device, dtype=parameter.dtype).kwargs
-
-
-def error_of(fused, kwargs, whole, truth_kwargs):
-    """The relative L2 error of the logits against the whole model in fp64."""
-    with torch.no_grad():
-        truth = whole(**truth_kwargs).logits
-        ours = fused(**kwargs).logits.double()
-    return float((ours - truth).norm() / truth.norm())
 
 
 def main():

@@ -10,7 +10,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from fusion_advisor.errors import PlanMismatch
@@ -23,30 +22,15 @@ from fusion_advisor.fuse.rewrite.collective_kernels import TITLE
 from fusion_advisor.ranks.group import join
 from fusion_advisor.ranks.run import apply_on_ranks, placed, plan_entries
 from fusion_advisor.records.serialize import write_capture, write_report
-from fusion_advisor.workload.inputs import make_inputs
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.request import WorkloadRequest
 from tests.ranks import models
+from tests.ranks.calls import DECODE, decode_inputs, error_of
 from tests.ranks.host_kernels import HostKernels
 from tests.ranks.skewed import SkewedTimer
 
 OPTIONS = ApplyOptions(effort="quick", keep="verified", runs=3, steps=1, warmup=1, compile=False)
 WITH_WARM_UP = replace(OPTIONS, effort="usual")
-DECODE = WorkloadRequest(model_id="tiny", device="cpu", phase="decode", context=9)
-
-
-def decode_inputs(model):
-    """A token, and a cache that the model has filled with others."""
-    parameter = next(model.parameters())
-    return make_inputs(model, DECODE, device=parameter.device, dtype=parameter.dtype).kwargs
-
-
-def error_of(call, kwargs, whole, truth_kwargs):
-    """The relative L2 error of the logits against the whole model in fp64."""
-    with torch.no_grad():
-        truth = whole(**truth_kwargs).logits
-        ours = call(**kwargs).logits.double()
-    return float((ours - truth).norm() / truth.norm())
 
 
 def split(ranks, name):

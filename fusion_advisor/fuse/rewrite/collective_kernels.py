@@ -18,7 +18,7 @@ ALL_REDUCE_NORM = CollectiveRewrite(
     id="all-reduce-norm",
     title="all-reduce kernels",
     after={
-        "merge-gemms": "chains are bound anew on changed graphs, and a call of the ranks would stay on the old one",
+        "merge-gemms": "it rebuilds chains on a changed graph, where a call of the ranks would be lost",
         "linear-kernels": "what a linear's kernel took in is no longer there",
     },
 )

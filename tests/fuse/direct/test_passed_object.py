@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import weakref
@@ -264,7 +265,9 @@ def group():
     dist.destroy_process_group()
 
 
-def test_a_split_model_asks_dynamo_nothing_of_its_layers_nor_of_its_cache(group):
+@contextlib.contextmanager
+def split_step(group):
+    """A decode step of a split model, fused and called often enough to be called past dynamo."""
     model, _ = tiny.qwen2()
     shard(model, plan_of(model, "m", 1), 0, 1, group, model_id="m")
     kwargs = tiny.decode_step(model)
@@ -273,6 +276,11 @@ def test_a_split_model_asks_dynamo_nothing_of_its_layers_nor_of_its_cache(group)
         for _ in range(12):
             live.written.rewind()
             made(**kwargs)
+        yield model, kwargs, made, live
+
+
+def test_a_split_model_asks_dynamo_nothing_of_its_layers_nor_of_its_cache(group):
+    with split_step(group) as (model, kwargs, made, live):
         assert len(noted(made)) == 1 and may_run(made, **kwargs)
         direct_of(made)._check = refuse
         live.written.rewind()
@@ -285,14 +293,7 @@ def test_a_split_model_asks_dynamo_nothing_of_its_layers_nor_of_its_cache(group)
 
 
 def test_a_split_model_whose_layer_types_change_is_not_run(group):
-    model, _ = tiny.qwen2()
-    shard(model, plan_of(model, "m", 1), 0, 1, group, model_id="m")
-    kwargs = tiny.decode_step(model)
-    made, live = fused_of(model, (), kwargs)
-    with made, torch.no_grad():
-        for _ in range(12):
-            live.written.rewind()
-            made(**kwargs)
+    with split_step(group) as (model, kwargs, made, _):
         assert may_run(made, **kwargs)
         types = model.config.layer_types
         for change in (lambda: types.append("full_attention"), lambda: types.__setitem__(0, "sliding_attention")):
