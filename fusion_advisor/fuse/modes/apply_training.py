@@ -7,9 +7,7 @@ step is timed against eager, and what stays is put into the live model.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,48 +18,36 @@ from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.autotune.start_compilers import building_ahead
 from fusion_advisor.capture.graph import tracer
 from fusion_advisor.capture.step_memory import record_step_memory
-from fusion_advisor.capture.trace import profiler
-from fusion_advisor.capture.trace.attribute import Step, median_step
-from fusion_advisor.capture.training import TrainingStep, in_training
+from fusion_advisor.capture.training import in_training
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import CannotCapture, NoCompiler
 from fusion_advisor.fuse.after_side import profile_of, without_doubles
-from fusion_advisor.fuse.baselines.contenders import Contender, measure_all
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
 from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, clocked, first_report, measure_training
 from fusion_advisor.fuse.modes.training_findings import Findings, check_of_all, logits_findings, merged, step_rows
+from fusion_advisor.fuse.modes.training_runs import UNCHANGED, Call, TrainingJob, baselines_of, modules_of, traced
 from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.plan.training_options import check_training_options
 from fusion_advisor.fuse.receipts import reverted, with_receipt
-from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.fuse.train import step_parts
 from fusion_advisor.fuse.train.journal import Entry, Journal
 from fusion_advisor.fuse.train.trained_model import TrainedModel
 from fusion_advisor.fuse.whole_model_gate import why_nothing_stays
-from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, Capture, Finding, Report, Status
+from fusion_advisor.records import EAGER, OURS, Capture, Finding, Report, Status
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
-from fusion_advisor.runtime.torch_internals import dynamo
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.weights import seeded
 
-_UNCHANGED = "unchanged"
-"""Label of the step after a run that kept nothing."""
-_QUICK_S = 1.0
-"""Seconds for each way to run the step, with ``--quick``."""
-_COMPILE_S = 300.0
-"""Of torch.compile's default mode, which compiles both passes; a step of GPT-2 takes it about a minute on two cores."""
 _HOW = (
     "Both passes are AOTAutograd's graphs. Chains of each were chosen by their own times; then forward and backward with all of "
     "them were timed in turn with the model's own ops.",
     "Outputs and all gradients were judged against fp64, with random gradients of the outputs; eager's own error is the limit.",
 )
-
-Call = Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -77,34 +63,6 @@ class TrainedRun:
     def revert(self) -> None:
         """Put the original model back."""
         self.fused.revert()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """What all phases share."""
-
-    loaded: LoadedWorkload
-    options: ApplyOptions
-    progress: Progress
-    clock: PhaseClock
-    instruments: Instruments
-    on_cuda: bool
-    optimise: Callable[..., Call]
-
-    def step(self, call: Call) -> TrainingStep:
-        """Return the training step with a call in place of the model's own."""
-        loaded = self.loaded
-        return TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id, call=call)
-
-    def without_gradients_after(self, call: Call) -> Callable[[], None]:
-        """Return the step for a clock: it leaves no gradients, so that each step allocates its own."""
-        step = self.step(call)
-
-        def run() -> None:
-            step()
-            self.loaded.model.zero_grad(set_to_none=True)
-
-        return run
 
 
 def apply_training(
@@ -142,7 +100,7 @@ def apply_training(
             environment = describe_environment(loaded.record.device)
             bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
             options = replace(options, bandwidth=bandwidth)
-        job = _Job(
+        job = TrainingJob(
             loaded=loaded, options=options, progress=progress, clock=clock, instruments=instruments,
             on_cuda=environment.device_kind == "cuda", optimise=optimise,
         )  # fmt: skip
@@ -161,12 +119,12 @@ def apply_training(
         final = _dry(report) if options.dry_run else _measured(job, fused, journal, report, on_report)
     journal.entries.clear()  # the graphs' optimiser keeps it, and the report has all that it holds
     fused.report = final = replace(final, durations_s=tuple(clock.durations_s))
-    if final.status == "applied" and final.after is not None and final.after.label != _UNCHANGED:
+    if final.status == "applied" and final.after is not None and final.after.label != UNCHANGED:
         fused.apply()
     return TrainedRun(fused=fused, report=final, capture=capture)
 
 
-def _rewritten(job: _Job, ahead: BuildAhead | None) -> tuple[TrainedModel, Journal]:
+def _rewritten(job: TrainingJob, ahead: BuildAhead | None) -> tuple[TrainedModel, Journal]:
     """Capture the step, and rewrite and judge each of its graphs: all of that is done by the graphs' first call."""
     loaded, journal = job.loaded, Journal()
     names = {id(parameter): name for name, parameter in loaded.model.named_parameters()}
@@ -252,22 +210,22 @@ def _dry(report: Report) -> Report:
 
 
 def _measured(
-    job: _Job, fused: TrainedModel, journal: Journal, report: Report, on_report: Callable[[Report], None]
+    job: TrainingJob, fused: TrainedModel, journal: Journal, report: Report, on_report: Callable[[Report], None]
 ) -> Report:  # fmt: skip
     """Time the step before and after, trace it, and revert everything where the whole does not pass."""
     kept = [entry for entry in journal.entries if entry.variant is not None and not _refusal_of(fused, entry)]
     is_lighter = any(row.status is Status.KEPT for row in report.rewrites)
     if not kept and not is_lighter:
-        rows = _baselines(job, fused, report, None, on_report)
+        rows = baselines_of(job, fused, report, None, on_report)
         before = profile_of(rows, EAGER, "eager")
-        unchanged = replace(before, label=_UNCHANGED)
+        unchanged = replace(before, label=UNCHANGED)
         return replace(report, status="applied", before=before, after=unchanged, baselines=without_doubles(rows))
     with job.clock.phase("measure after"):
-        runs, after_step = _traced(job, fused, kept)
+        runs, after_step = traced(job, fused, kept)
         report = _with_own_parts(job, fused, report)
-    rows = _baselines(job, fused, report, after_step, on_report)
+    rows = baselines_of(job, fused, report, after_step, on_report)
     before, after = (profile_of(rows, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
-    whole = Variant(modules=[module for entry in kept for module in _modules(entry)])
+    whole = Variant(modules=[module for entry in kept for module in modules_of(entry)])
     final = replace(
         report, status="applied", before=before, after=after, baselines=without_doubles(rows),
         fusions=tuple(with_receipt(fusion, whole, after_step, runs) for fusion in report.fusions),
@@ -281,12 +239,12 @@ def _measured(
     if refusal is None:
         return final
     job.progress.warn(refusal)
-    dropped = replace(reverted(final, refusal), after=replace(before, label=_UNCHANGED))
+    dropped = replace(reverted(final, refusal), after=replace(before, label=UNCHANGED))
     training = report.training
     return dropped if training is None else replace(dropped, training=training.eager_alone())
 
 
-def _with_own_parts(job: _Job, fused: TrainedModel, report: Report) -> Report:
+def _with_own_parts(job: TrainingJob, fused: TrainedModel, report: Report) -> Report:
     """Add the times of the fused passes, eager's in turn with them, and what a fused step holds over its time."""
     training = report.training
     if training is None or training.parts is None:
@@ -304,87 +262,3 @@ def _with_own_parts(job: _Job, fused: TrainedModel, report: Report) -> Report:
     loaded.model.zero_grad(set_to_none=True)
     memory = (*training.memory, *(() if held is None else (held,)))
     return replace(report, training=replace(training, parts=parts, memory=memory))
-
-
-def _modules(entry: Entry) -> list[GraphModule]:
-    return [] if entry.variant is None else entry.variant.modules
-
-
-def _traced(job: _Job, fused: TrainedModel, kept: list[Entry]) -> tuple[list[int], Step]:
-    """Trace the fused step; on a CPU the rewritten graphs run op by op, for a fused kernel is no ATen op and leaves no event.
-
-    Returns:
-        How often a step runs each kept graph, and the median of the traced steps.
-    """
-    counts: Counter[int] = Counter()
-    step = job.without_gradients_after(fused.compiled_call)
-
-    @contextmanager
-    def counted(*, is_op_by_op: bool) -> Iterator[None]:
-        def runner(entry: Entry) -> Call:
-            (module,) = _modules(entry)
-            call = step_profile.FusedRunner(module).run if is_op_by_op else module.forward
-
-            def run(*args: Any) -> Any:
-                counts[id(entry.graph)] += 1
-                return call(*args)
-
-            return run
-
-        with fused.running({id(entry.graph): runner(entry) for entry in kept}):
-            yield
-
-    with counted(is_op_by_op=False):
-        step()
-    runs = [counts[id(entry.graph)] for entry in kept]
-    save_to = job.options.run_dir / "trace.after.json.gz" if job.options.run_dir else None
-    with counted(is_op_by_op=not job.on_cuda):
-        step()  # the first one in a new way takes longer
-        trace = profiler.record(step, steps=job.options.steps, on_cuda=job.on_cuda, save_to=save_to)
-    return runs, median_step(trace, on_cuda=job.on_cuda)
-
-
-def _baselines(
-    job: _Job, fused: TrainedModel, report: Report, after_step: Step | None, on_report: Callable[[Report], None]
-) -> tuple[Baseline, ...]:
-    """Time eager, ours where something of it stays, and torch.compile where it is asked for, in turn."""
-    loaded, options = job.loaded, job.options
-
-    def compiled() -> Callable[[], None]:
-        return job.without_gradients_after(dynamo.compiled_call(loaded.model, "inductor", mode="default"))
-
-    contenders = [
-        Contender(
-            name=EAGER, make=lambda: job.without_gradients_after(fused.original_call), step=report.before, is_required=True
-        )
-    ]  # fmt: skip
-    if after_step is not None:
-        after = step_profile.step_profile("fused", after_step.launches)
-        contenders.append(
-            Contender(
-                name=OURS, make=lambda: job.without_gradients_after(fused.compiled_call), step=after, is_required=True,
-                note="first call: its graphs were rewritten before",
-            )
-        )  # fmt: skip
-    budget_s = min(options.budgets.wall_s, _QUICK_S) if options.effort == "quick" else options.budgets.wall_s
-    asked = options.measures_compile
-    if job.on_cuda or bool(options.command) if asked is None else asked:
-        contenders.append(
-            Contender(
-                name=f"{COMPILED}default", make=compiled, is_compiled=True, limit_s=_COMPILE_S,
-                note="first call with empty caches",
-            )
-        )  # fmt: skip
-
-    def early(rows: tuple[Baseline, ...]) -> None:
-        before = profile_of(rows, EAGER, "eager")
-        after = profile_of(rows, OURS, "fused") if after_step is not None else replace(before, label=_UNCHANGED)
-        on_report(replace(report, before=before, after=after, baselines=without_doubles(rows)))
-
-    with job.clock.phase("baselines"):
-        return measure_all(
-            contenders, needed_bytes=needed_bytes(loaded.model, loaded.args, loaded.kwargs), on_cuda=job.on_cuda,
-            runs=options.runs, budget_s=budget_s,
-            least_s=options.min_time_s, traced_steps=options.steps, instruments=job.instruments, progress=job.progress,
-            on_required=early,
-        )  # fmt: skip

@@ -1,0 +1,162 @@
+"""The runs of a training step that its report shows: times of all ways to run it, and a trace of the fused one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fusion_advisor.capture.trace import profiler
+from fusion_advisor.capture.trace.attribute import Step, median_step
+from fusion_advisor.capture.training import TrainingStep
+from fusion_advisor.fuse.after_side import profile_of, without_doubles
+from fusion_advisor.fuse.baselines.contenders import Contender, measure_all
+from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.instruments import Instruments
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
+from fusion_advisor.fuse.train.journal import Entry
+from fusion_advisor.fuse.train.trained_model import TrainedModel
+from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, Report
+from fusion_advisor.runtime.torch_internals import dynamo
+from fusion_advisor.workload.load import LoadedWorkload
+
+UNCHANGED = "unchanged"
+"""Label of the step after a run that kept nothing."""
+_QUICK_S = 1.0
+"""Seconds for each way to run the step, with ``--quick``."""
+_COMPILE_S = 300.0
+"""Of torch.compile's default mode, which compiles both passes; a step of GPT-2 takes it about a minute on two cores."""
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """What all phases share."""
+
+    loaded: LoadedWorkload
+    options: ApplyOptions
+    progress: Progress
+    clock: PhaseClock
+    instruments: Instruments
+    on_cuda: bool
+    optimise: Callable[..., Call]
+
+    def step(self, call: Call) -> TrainingStep:
+        """Return the training step with a call in place of the model's own."""
+        loaded = self.loaded
+        return TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id, call=call)
+
+    def without_gradients_after(self, call: Call) -> Callable[[], None]:
+        """Return the step for a clock: it leaves no gradients, so that each step allocates its own."""
+        step = self.step(call)
+
+        def run() -> None:
+            step()
+            self.loaded.model.zero_grad(set_to_none=True)
+
+        return run
+
+
+def modules_of(entry: Entry) -> list[GraphModule]:
+    """Return the rewritten graph of an entry; none where its own ops run."""
+    return [] if entry.variant is None else entry.variant.modules
+
+
+def traced(job: TrainingJob, fused: TrainedModel, kept: list[Entry]) -> tuple[list[int], Step]:
+    """Trace the fused step; on a CPU the rewritten graphs run op by op, for a fused kernel is no ATen op and leaves no event.
+
+    Args:
+        job: the run.
+        fused: the model.
+        kept: the graphs that were rewritten.
+
+    Returns:
+        How often a step runs each kept graph, and the median of the traced steps.
+    """
+    counts: Counter[int] = Counter()
+    step = job.without_gradients_after(fused.compiled_call)
+
+    @contextmanager
+    def counted(*, is_op_by_op: bool) -> Iterator[None]:
+        def runner(entry: Entry) -> Call:
+            (module,) = modules_of(entry)
+            call = step_profile.FusedRunner(module).run if is_op_by_op else module.forward
+
+            def run(*args: Any) -> Any:
+                counts[id(entry.graph)] += 1
+                return call(*args)
+
+            return run
+
+        with fused.running({id(entry.graph): runner(entry) for entry in kept}):
+            yield
+
+    with counted(is_op_by_op=False):
+        step()
+    runs = [counts[id(entry.graph)] for entry in kept]
+    save_to = job.options.run_dir / "trace.after.json.gz" if job.options.run_dir else None
+    with counted(is_op_by_op=not job.on_cuda):
+        step()  # the first one in a new way takes longer
+        trace = profiler.record(step, steps=job.options.steps, on_cuda=job.on_cuda, save_to=save_to)
+    return runs, median_step(trace, on_cuda=job.on_cuda)
+
+
+def baselines_of(
+    job: TrainingJob, fused: TrainedModel, report: Report, after_step: Step | None, on_report: Callable[[Report], None]
+) -> tuple[Baseline, ...]:
+    """Time eager, ours where something of it stays, and torch.compile where it is asked for, in turn.
+
+    Args:
+        job: the run.
+        fused: the model.
+        report: so far.
+        after_step: the fused step's trace; None where nothing stays.
+        on_report: given the report once eager and ours are timed.
+    """
+    loaded, options = job.loaded, job.options
+
+    def compiled() -> Callable[[], None]:
+        return job.without_gradients_after(dynamo.compiled_call(loaded.model, "inductor", mode="default"))
+
+    contenders = [
+        Contender(
+            name=EAGER, make=lambda: job.without_gradients_after(fused.original_call), step=report.before, is_required=True
+        )
+    ]  # fmt: skip
+    if after_step is not None:
+        after = step_profile.step_profile("fused", after_step.launches)
+        contenders.append(
+            Contender(
+                name=OURS, make=lambda: job.without_gradients_after(fused.compiled_call), step=after, is_required=True,
+                note="first call: its graphs were rewritten before",
+            )
+        )  # fmt: skip
+    budget_s = min(options.budgets.wall_s, _QUICK_S) if options.effort == "quick" else options.budgets.wall_s
+    asked = options.measures_compile
+    if job.on_cuda or bool(options.command) if asked is None else asked:
+        contenders.append(
+            Contender(
+                name=f"{COMPILED}default", make=compiled, is_compiled=True, limit_s=_COMPILE_S,
+                note="first call with empty caches",
+            )
+        )  # fmt: skip
+
+    def early(rows: tuple[Baseline, ...]) -> None:
+        before = profile_of(rows, EAGER, "eager")
+        after = profile_of(rows, OURS, "fused") if after_step is not None else replace(before, label=UNCHANGED)
+        on_report(replace(report, before=before, after=after, baselines=without_doubles(rows)))
+
+    with job.clock.phase("baselines"):
+        return measure_all(
+            contenders, needed_bytes=needed_bytes(loaded.model, loaded.args, loaded.kwargs), on_cuda=job.on_cuda,
+            runs=options.runs, budget_s=budget_s,
+            least_s=options.min_time_s, traced_steps=options.steps, instruments=job.instruments, progress=job.progress,
+            on_required=early,
+        )  # fmt: skip
