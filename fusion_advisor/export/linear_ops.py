@@ -20,7 +20,6 @@ from fusion_advisor.export.scan_ops import scan_op
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, LinearSource
 from fusion_advisor.fuse.passes.pad_gemm import ODD_WIDTH_GEMM
 from fusion_advisor.fuse.rewrite import odd_rows
-from fusion_advisor.fuse.rewrite.collective_kernels import GroupCall
 from fusion_advisor.fuse.rewrite.derived_tensors import Extended
 from fusion_advisor.fuse.rewrite.odd_rows import store, with_bias
 from fusion_advisor.fuse.rewrite.odd_width_gemm import OddRows
@@ -38,7 +37,7 @@ def why_not(linear: BuiltLinear) -> str:
     Args:
         linear: as it was built again.
     """
-    if any(isinstance(site.call, GroupCall) for site in linear.sites):
+    if linear.meets_ranks:
         return "it writes into the memory of other GPUs, which a package does not map"
     return ""
 

@@ -6,6 +6,7 @@ in time, and mixes with no collective of the model.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import hashlib
@@ -206,15 +207,20 @@ class Ranks:
     def holds(self, release: Callable[[], object]) -> None:
         """Note what must be gone when the group is taken apart: NCCL waits for each CUDA graph that holds its kernels.
 
+        A program that ends by an error takes nothing apart itself, so that this goes when the interpreter ends at the latest.
+
         Args:
             release: lets go of it.
         """
+        if not self._held:
+            atexit.register(self.release)
         self._held.append(release)
 
     def release(self) -> None:
         """Let go of what was noted."""
         while self._held:
             self._held.pop()()
+        atexit.unregister(self.release)
 
     def leave(self, destroy: Callable[[], object] = dist.destroy_process_group, limit_s: float = _LEFT_S) -> None:
         """Wait for all ranks, and take the group apart.

@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from fusion_advisor.autotune.tune import Tuned, best_tuning
+from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.collectives.group_kernels import join_group
@@ -100,7 +100,7 @@ def instruments_of(
         memory_bytes=free,
         settled_capture=settled,
         settled_step=settled_step,
-        tune=functools.partial(agreed_tuning, ranks, measured.tune or best_tuning),
+        tune=functools.partial(agreed_choice, ranks, measured.tune or best_tuning),
         worst=functools.partial(worst_problem, ranks),
         exchange=functools.partial(ranks.gather, patience_s=COMPILED_S),
         group_kernels=measured.group_kernels or functools.partial(join_group, exchange=ranks.gather),
@@ -168,20 +168,26 @@ def op_line(op: OpNode) -> str:
     return f"{op.index} {op.target} {op.args} {op.kwargs} {outputs} {op.mutates}"
 
 
-def agreed_tuning(ranks: Ranks, tune: Callable[..., Tuned], *args: Any, **kwargs: Any) -> Tuned:
+Choice = TypeVar("Choice")
+
+
+def agreed_choice(ranks: Ranks, choose: Callable[..., Choice], *args: Any, **kwargs: Any) -> Choice:
     """Choose launch parameters on each rank at the same time, and take rank 0's.
 
     Args:
         ranks: of the run.
-        tune: chooses them on this rank.
-        args: of ``tune``.
+        choose: chooses them on this rank.
+        args: of ``choose``.
         kwargs: of the same.
+
+    Raises:
+        KernelBuildFailed: rank 0 has no kernel.
     """
     try:
-        own: Tuned | KernelBuildFailed = tune(*args, **kwargs)
+        own: Choice | KernelBuildFailed = choose(*args, **kwargs)
     except KernelBuildFailed as error:
         own = error
-    chosen: Tuned | KernelBuildFailed = ranks.first("launch parameters", own)
+    chosen: Choice | KernelBuildFailed = ranks.first("launch parameters", own)
     if isinstance(chosen, KernelBuildFailed):
         raise chosen
     return chosen

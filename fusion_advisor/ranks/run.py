@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.autotune.select_gemm import choose
 from fusion_advisor.content import tool_version
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
@@ -17,9 +19,10 @@ from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.stages.linear_kernels import linear_kernels
 from fusion_advisor.ranks.graphs import records_together, with_graphs
 from fusion_advisor.ranks.group import Ranks
-from fusion_advisor.ranks.instruments import instruments_of, last_stage
+from fusion_advisor.ranks.instruments import agreed_choice, instruments_of, last_stage
 from fusion_advisor.ranks.shard import plan_of, shard
 from fusion_advisor.ranks.split import rank_times, told_of
 from fusion_advisor.records import Capture, RankRun, RankTime, Report, Status
@@ -190,6 +193,7 @@ def apply_on_ranks(
     options = replace(options, graph=options.graph and records_together(), remembers=False)
     on_cuda = loaded.record.device != "cpu"
     instruments = instruments_of(ranks, on_cuda=on_cuda, on_capture=own.append, measured=measured)
+    agreed_kernels = functools.partial(linear_kernels, choose=functools.partial(agreed_choice, ranks, choose))
 
     def told(report: Report) -> None:
         ranks.agree_entries("the plan", plan_entries(report))
@@ -197,7 +201,7 @@ def apply_on_ranks(
 
     applied = apply_workload(
         loaded, options, _Watched(progress, ranks), told, instruments=instruments,
-        last=with_graphs(last_stage(ranks, instruments), ranks, instruments.timer), linear_kernels=_no_linear_kernels,
+        last=with_graphs(last_stage(ranks, instruments), ranks, instruments.timer), linear_kernels=agreed_kernels,
     )  # fmt: skip
     try:
         ranks.agree_entries("the plan", plan_entries(applied.report))
@@ -206,10 +210,6 @@ def apply_on_ranks(
         applied.revert()
         raise
     return applied
-
-
-def _no_linear_kernels(*_: object, **__: object) -> None:
-    """Return no kernels of linears: each is chosen by times of one GPU."""
 
 
 def plan_entries(report: Report) -> dict[str, str]:

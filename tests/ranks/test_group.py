@@ -130,3 +130,23 @@ def test_an_environment_without_ranks_is_a_usage_error():
         join({})
     with pytest.raises(NotUnderTorchrun, match="no MASTER_PORT"):
         join({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"})
+
+
+ENDS_BY_AN_ERROR = """
+from tests.ranks.two import both
+
+def work(ranks):
+    ranks.holds(lambda: print("released", ranks.rank, flush=True))
+    if ranks.is_first:
+        ranks.release()
+
+both(work)
+print("all there", flush=True)
+raise ValueError("the program's own")
+"""
+
+
+def test_what_ranks_hold_goes_when_a_program_ends_by_an_error():
+    ended = subprocess.run([sys.executable, "-c", ENDS_BY_AN_ERROR], check=False, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.splitlines() == ["released 0", "all there", "released 1"]
+    assert "the program's own" in ended.stderr

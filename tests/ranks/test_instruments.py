@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion_advisor.capture.trace.attribute import Step
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.errors import RanksDiffer
-from fusion_advisor.ranks.instruments import AgreedTimer, agreed_capture, agreed_step, instruments_of, worst_problem
+from fusion_advisor.ranks.instruments import (
+    AgreedTimer,
+    agreed_capture,
+    agreed_choice,
+    agreed_step,
+    instruments_of,
+    worst_problem,
+)
 from fusion_advisor.ranks.run import plan_entries
 from fusion_advisor.records import Launch
 from tests.ranks.two import both
@@ -92,3 +100,17 @@ def test_the_rewritten_step_is_rank_0s_without_its_waiting():
 
     found = both(lambda ranks: agreed_step(ranks, step(5_000, 10_000) if ranks.is_first else step(13_000, 1_000)))
     assert found == [step(5_000, 1_000)] * 2
+
+
+def test_ranks_take_the_first_ones_choice_or_its_failure():
+    def own(ranks):
+        return f"rank {ranks.rank}'s"
+
+    assert both(lambda ranks: agreed_choice(ranks, own, ranks)) == ["rank 0's"] * 2
+
+    def failing(ranks):
+        if ranks.is_first:
+            raise KernelBuildFailed(kernel="rms", target="cuda", cause="no registers are left")
+        return own(ranks)
+
+    assert [str(one) for one in both(lambda ranks: agreed_choice(ranks, failing, ranks))] == ["rms did not compile for cuda: no registers are left"] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from fusion_advisor.codegen.common.interface import BuiltKernel, Header, Rendere
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.rewrite.collective_kernels import GroupCall
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.fuse.scans.sites import ScanSite
 from fusion_advisor.records import OpClass, OpNode, RenderedKernel
@@ -63,6 +64,20 @@ class BuiltLinear:
     """Of its kernel; None where it calls an op of torch's."""
     scan: ScanSource | None = None
     """Of its kernel, where that walks a recurrence."""
+
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether its kernel waits for other ranks."""
+        return any(isinstance(site.call, GroupCall) for site in self.sites)
+
+
+def members_of(linears: Iterable[BuiltLinear]) -> set[int]:
+    """Return the ops that calls have taken in.
+
+    Args:
+        linears: the calls.
+    """
+    return {index for linear in linears for site in linear.sites for index in site.members}
 
 
 @dataclass(slots=True)
@@ -169,7 +184,7 @@ class Bench:
             linears: calls that compute linear layers with the ops around them.
         """
         variant = Variant(modules=[])
-        taken = {index for linear in linears for site in linear.sites for index in site.members}
+        taken = members_of(linears)
         sites = [site for linear in linears for site in linear.sites]
         sites += [site for fusion in fusions for site in fusion.sites if taken.isdisjoint(site.members)]
         names = [name for name in PASSES if name in passes]

@@ -24,7 +24,7 @@ from fusion_advisor.errors import AdvisorError, PlanMismatch
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.rebind import CannotMove
-from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Variant
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Variant, members_of
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.graph_difference import first_difference, named_site
 from fusion_advisor.fuse.live.restore_kernels import (
@@ -237,19 +237,17 @@ def _restored(
     fast_math = False
     if GEMM_EPILOGUE.id in saved.rewrites:
         placed, fast_math = find_epilogues(bench, fusions, saved, saved.rewrites[GEMM_EPILOGUE.id])
-    kinds = find_kinds(bench) if saved.linears else []
+    device = torch.device(loaded.record.device)
+    sums = build_sums(bench, saved, fusions, device, {i for one in placed for i in one.place.members}, group_kernels)
+    kinds = find_kinds(bench, members_of(sums)) if saved.linears else []
     firsts = [*(one.place for one in placed[:1]), *(kind.places[0] for kind in kinds)]
     # Op by op the host takes a tenth of a second for a step of 28 layers, so it is run once for all kernels.
     bench.observe(fusions, also=[index for place in firsts for index in place.inputs])
     built = build_fusions(bench, fusions, saved)
     gemvs = build_linears(bench, kinds, saved, build_linear)
-    linears = [*build_epilogues(bench, placed, saved, fast_math=fast_math), *gemvs]
-    taken = [index for linear in linears for site in linear.sites for index in site.members]
-    scans = build_scans(bench, saved, torch.device(loaded.record.device), taken)
+    linears = [*build_epilogues(bench, placed, saved, fast_math=fast_math), *sums, *gemvs]
+    scans = build_scans(bench, saved, device, members_of(linears))
     linears += scans
-    taken += [index for scan in scans for site in scan.sites for index in site.members]
-    sums = build_sums(bench, saved, fusions, torch.device(loaded.record.device), taken, group_kernels)
-    linears += sums
     bench.values.clear()
     made = ((LINEAR_KERNELS.id, gemvs), (SCAN_KERNELS.id, scans), (ALL_REDUCE_NORM.id, sums))
     kept = (*saved.rewrites, *(name for name, kernels in made if kernels))

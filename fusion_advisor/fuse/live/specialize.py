@@ -26,7 +26,7 @@ from fusion_advisor.chains.group import Group
 from fusion_advisor.codegen.common.interface import KernelBuildFailed, KernelCrashed
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import CannotSpecialize
-from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, replaced_sites
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, members_of, replaced_sites
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES
@@ -234,7 +234,7 @@ def _scans(bench: Bench, linears: Sequence[BuiltLinear], plan: ReusablePlan) -> 
     if SCAN_KERNELS.id not in plan.rewrites:
         return []
     found = []
-    kinds, _ = scan_kernels.find_kinds(bench, [index for one in linears for site in one.sites for index in site.members])
+    kinds, _ = scan_kernels.find_kinds(bench, members_of(linears))
     for number, kind in enumerate(kinds, start=1):
         bench.observe((), also=kind.places[0].inputs)
         with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:

@@ -295,18 +295,18 @@ def _read(capture: Capture, value: Arg) -> TensorMeta | None:
 
 
 def _shared_masks_ns(effect: PassEffect) -> int:
-    """Kernels that turn a boolean mask into an additive one are expected to run for one call of those that share it."""
+    """Kernels that turn a boolean mask into an additive one are expected to run for one call of all that share it."""
     capture, cost_ns = effect.capture, effect.launch_cost_ns
-    boolean = {op.index for op in capture.ops if op.target == _CAPTURED_ATTENTION and _reads_bool(capture, op)} - set(
-        effect.removed
-    )
-    made = [launch for launch in capture.launches if launch.op_index in boolean and launch.category != OpClass.ATTENTION]
-    return effect.saved_ns + round(sum(launch.duration_ns + cost_ns for launch in made) * (1 - 1 / max(effect.sites, 1)))
+    calls = (op for op in capture.ops if op.target == _CAPTURED_ATTENTION and op.index not in effect.removed)
+    masks = {op.index: mask for op in calls if (mask := _bool_source(capture, op)) is not None}
+    made = [launch for launch in capture.launches if launch.op_index in masks and launch.category != OpClass.ATTENTION]
+    repeated = 1 - len(set(masks.values())) / max(len(masks), 1)
+    return effect.saved_ns + round(sum(launch.duration_ns + cost_ns for launch in made) * repeated)
 
 
-def _reads_bool(capture: Capture, op: OpNode) -> bool:
-    sources = [value for value in (*op.args, *(value for _, value in op.kwargs)) if isinstance(value, Ref)]
-    return any(capture.ops[source.index].outputs[0].dtype == "bool" for source in sources)
+def _bool_source(capture: Capture, op: OpNode) -> int | None:
+    sources = [value.index for value in (*op.args, *(value for _, value in op.kwargs)) if isinstance(value, Ref)]
+    return next((index for index in sources if capture.ops[index].outputs[0].dtype == "bool"), None)
 
 
 DROP_MASKS = PassRewrite(id="drop-masks", title="causal mask → flag", apply=drop_masks, predict=_dropped_masks_ns)

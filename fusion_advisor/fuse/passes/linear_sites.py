@@ -238,5 +238,6 @@ LINEAR_KERNELS = KernelRewrite(
     after={
         "merge-gemms": "a gate and its up projection are one linear then, and one kernel computes both",
         "gemm-epilogue": "a kernel must be faster than the library's GEMM with its epilogue",
+        "all-reduce-norm": "the norm after a sum over ranks is computed with the sum",
     },
 )

@@ -48,9 +48,9 @@ REWRITES: tuple[Rewrite, ...] = (
     NARROW_ROWS,
     MERGE_GEMMS,
     GEMM_EPILOGUE,
+    ALL_REDUCE_NORM,
     LINEAR_KERNELS,
     SCAN_KERNELS,
-    ALL_REDUCE_NORM,
     CUDA_GRAPH,
 )
 """An earlier rewrite may be a condition of a later one: the records' ``after`` say which and why, and a test checks the order."""

@@ -19,7 +19,6 @@ ALL_REDUCE_NORM = CollectiveRewrite(
     title="all-reduce kernels",
     after={
         "merge-gemms": "it rebuilds chains on a changed graph, where a call of the ranks would be lost",
-        "linear-kernels": "what a linear's kernel took in is no longer there",
     },
 )
 

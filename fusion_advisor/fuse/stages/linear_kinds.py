@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
 
 from fusion_advisor.codegen.gemm.problem import GemvProblem
 from fusion_advisor.fuse.decide.session import Bench
@@ -22,12 +25,18 @@ class Kind:
     places: tuple[Place, ...]
 
 
-def find_kinds(bench: Bench) -> list[Kind]:
-    """Return the sites of all regions by problem: those with a norm first, then by the bytes of their weights."""
+def find_kinds(bench: Bench, taken: Collection[int] = ()) -> list[Kind]:
+    """Return the sites of all regions by problem: those with a norm first, then by the bytes of their weights.
+
+    Args:
+        bench: over the graphs as they are now.
+        taken: ops that other calls keep; a linear is found without its norm where that is among them.
+    """
     found: dict[tuple[str, GemvProblem], list[Place]] = {}
     for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
-        for site in LINEAR_KERNELS.find(region.graph.graph):
-            if not _is_of_one_dtype(site) or own_classes(region, site.operands):
+        for whole in LINEAR_KERNELS.find(region.graph.graph):
+            site = _without(whole, index_of, taken)
+            if site is None or not _is_of_one_dtype(site) or own_classes(region, site.operands):
                 continue
             place = Place(
                 region=region.index,
@@ -37,6 +46,14 @@ def find_kinds(bench: Bench) -> list[Kind]:
             found.setdefault((_title(site), _problem(site)), []).append(place)
     kinds = [Kind(title=title, problem=problem, places=tuple(places)) for (title, problem), places in found.items()]
     return sorted(kinds, key=lambda kind: (not kind.problem.has_norm, -kind.problem.weight_bytes * len(kind.places)))
+
+
+def _without(site: GemvSite, index_of: Mapping[Node, int], taken: Collection[int]) -> GemvSite | None:
+    """Return what is left of a site beside ops that are taken: all of it, the linear without its norm, or nothing."""
+    for left in (site, replace(site, norm=None)):
+        if not any(index_of[node] in taken for node in left.members):
+            return left
+    return None
 
 
 def _is_of_one_dtype(site: GemvSite) -> bool:

@@ -18,7 +18,7 @@ from fusion_advisor.collectives.group_kernels import GroupKernels, moved_bytes
 from fusion_advisor.collectives.launch_shape import Way
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.rebind import ON_TOP, Kept
-from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, members_of, step_of
 from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.decide.trial import source_around
 from fusion_advisor.fuse.passes.registry import kept_passes
@@ -60,8 +60,7 @@ def place_sums(
     """
     if not is_wanted(TITLE, options):
         return kept
-    taken = [index for linear in kept.linears for site in linear.sites for index in site.members]
-    kinds, left = find_kinds(kept.bench, [item.planned for item in kept.built], taken)
+    kinds, left = find_kinds(kept.bench, [item.planned for item in kept.built], members_of(kept.linears))
     groups = _groups(kept.bench, kinds, instruments)
     rows: list[Fusion] = []
     chosen: list[BuiltLinear] = []

@@ -20,7 +20,7 @@ from fusion_advisor.codegen.gemm.registry import FEW_ROWS_ONLY
 from fusion_advisor.fuse.decide.alone import far_too_little
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.rebind import Kept
-from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, members_of, step_of
 from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.decide.trial import source_around
 from fusion_advisor.fuse.decide.verdict import Verdict
@@ -69,16 +69,19 @@ def place_gemvs(
     """
     bench = kept.bench
     kinds = [] if kernels is None else [
-        kind for kind in find_kinds(bench)
+        kind for kind in find_kinds(bench, members_of(one for one in kept.linears if one.meets_ranks))
         if is_wanted(kind.title, options) and _has_kernel(kind.problem, bench, options, kernels)
     ]  # fmt: skip
     if kernels is None or not kinds:
         return kept
     refusals, seen = _refused(bench, kinds, instruments)
+    problem = ""
     try:
         observe(bench, seen)
     except (RuntimeError, MemoryError) as error:
-        refusals = [ran_out(error)] * len(kinds)
+        problem = ran_out(error)
+    if problem := instruments.worst(problem):
+        refusals = [problem] * len(kinds)
     runner = StepRunner(bench)
     rows: list[Fusion] = []
     chosen: list[BuiltLinear] = []
@@ -175,23 +178,27 @@ def ran_out(error: Exception) -> str:
 def _tried(
     bench: Bench, row: Fusion, kind: Kind, make: Make, options: ApplyOptions, instruments: Instruments, *, seed: int
 ) -> tuple[Fusion, BuiltLinear | None]:
-    surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), None)
-    if surprise is not None:
+    surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), "")
+    if surprise := instruments.worst(surprise):
         return replace(row, status=Status.NOT_REPLACED, reason=surprise), None
+    made, problem, wrong = None, "", ""
     try:
         made = make(kind.problem, header_of(kind.title), f"{row.id}_{kind.title}")
         if isinstance(made, str):
             return replace(row, status=Status.SLOWER, reason=made), None
         row = replace(row, rendered=(made.kernel,))
-        row = replace(row, numerics=check(bench, kind, made, seed=seed, tolerance=options.tolerance))
+        numerics = check(bench, kind, made, seed=seed, tolerance=options.tolerance)
+        wrong = "" if numerics.is_passed else why_wrong(numerics, options.tolerance)
+        row = replace(row, numerics=numerics)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
-        return replace(row, status=Status.BUILD_FAILED, reason=str(failure)), None
+        problem = str(failure)
     except torch.AcceleratorError as error:
         raise fault_of(kind.title, error) from error
-    numerics = row.numerics
-    assert numerics is not None
-    if not numerics.is_passed:
-        return replace(row, status=Status.WRONG_NUMBERS, reason=why_wrong(numerics, options.tolerance)), None
+    if problem := instruments.worst(problem):
+        return replace(row, status=Status.BUILD_FAILED, reason=problem), None
+    if wrong := instruments.worst(wrong):
+        return replace(row, status=Status.WRONG_NUMBERS, reason=wrong), None
+    assert made is not None and not isinstance(made, str)  # else there was a problem
     built = install(bench, kind, made, name=row.id)
     if not options.is_timed:
         return row, built

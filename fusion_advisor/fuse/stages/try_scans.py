@@ -15,7 +15,7 @@ import torch
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.rebind import Kept
-from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, members_of
 from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.decide.trial import source_around
 from fusion_advisor.fuse.decide.try_fusions import FASTEST
@@ -57,7 +57,7 @@ def place_scans(
     if not is_wanted(TITLE, options):
         return kept
     bench = kept.bench
-    kinds, left = find_kinds(bench, [index for linear in kept.linears for site in linear.sites for index in site.members])
+    kinds, left = find_kinds(bench, members_of(kept.linears))
     rows = [_left_row(bench, names, reason, f"S{n}") for n, (reason, names) in enumerate(_by_reason(left), start=len(kinds) + 1)]
     for row in rows:
         progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")

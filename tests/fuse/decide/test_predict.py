@@ -222,6 +222,9 @@ def test_a_mask_that_calls_share_is_expected_to_be_made_once():
     )
     (priced,) = price_passes([row], bench, replace(capture, launches=launches, eager_launches=()), 500)
     assert priced.predicted_saving_ns == 2 * (1_000 + 1_100 + 1_500 + 3 * 500)
+    estimated = estimates([], {}, ["share-masks"], bench, replace(capture, launches=launches, eager_launches=()), 0.95)
+    cost_ns = capture.bandwidth.launch_ns
+    assert estimated["share-masks"].median_ns == -2 * (1_000 + 1_100 + 1_500 + 3 * cost_ns)
     math = tuple(launch(index, 7_000, "attention") for index in calls)  # all of it in kernels of attention's own
     (priced,) = price_passes([row], bench, replace(capture, launches=math, eager_launches=()), 500)
     assert priced.predicted_saving_ns == 0

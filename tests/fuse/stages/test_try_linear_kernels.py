@@ -138,13 +138,16 @@ def of_torch(**changed):
     return lambda *_, **__: LinearKernels(make=made_of_torch, **changed)
 
 
-def place(status_of=lambda _: Status.KEPT, *, make=made_of_torch, bench=None, captured=None, free_bytes=(0, 0), **options):
+def place(
+    status_of=lambda _: Status.KEPT, *, make=made_of_torch, bench=None, captured=None, free_bytes=(0, 0), worst=str, **options
+):  # fmt: skip
     """Place kernels of torch's ops in a decode step whose other rewrites were left out."""
     instruments = Instruments(
         compare_alone=faster_alone,
         change_alone=lambda _, before, after, __: Difference(median_ns=-70, low_ns=-80, high_ns=-60),
         on_top=on_top(status_of),
         memory_bytes=lambda _: free_bytes,
+        worst=worst,
     )
     decision = Decision(verdicts={}, noise_share=0.01, before=TIMING, after=TIMING, method="wall")
     bench = bench or qwen2_bench()
@@ -162,6 +165,26 @@ def test_kinds_of_a_decoder():
     assert (qkv.n, qkv.has_bias) == (64 + 2 * 32, True)
     assert (head.n, down.k, out.k) == (200, 128, 64)
     assert all(kind.problem.m == 1 for kind in kinds)
+
+
+def test_a_linear_is_found_without_the_norm_that_another_call_keeps():
+    bench = qwen2_bench()
+    rsqrts = [index for index, op in enumerate(bench.ops) if op.target == "aten.rsqrt.default"]
+    kinds = find_kinds(bench, rsqrts)
+    assert {kind.title for kind in kinds} == {"gate_up", "linear_bias", "linear", "linear_residual"}
+    assert all(set(rsqrts).isdisjoint(place.members) for kind in kinds for place in kind.places)
+    linears = [index for index, op in enumerate(bench.ops) if op.target == "aten.linear.default"]
+    assert find_kinds(bench, linears) == []
+
+
+def test_what_is_wrong_on_another_rank_is_out_on_this_one():
+    found = place(worst=lambda own: own or "rank 1: a kernel of its own").fusions
+    assert {(row.status, row.reason) for row in found} == {(Status.NOT_REPLACED, "rank 1: a kernel of its own")}
+    asked = iter([""] * 2 + ["rank 1: not compiled"] + [""] * 2 + ["rank 1: wrong numbers"] + [""] * 90)
+    first, second, *rest = place(worst=lambda _: next(asked)).fusions
+    assert (first.status, first.reason) == (Status.BUILD_FAILED, "rank 1: not compiled")
+    assert (second.status, second.reason, second.numerics.is_passed) == (Status.WRONG_NUMBERS, "rank 1: wrong numbers", True)
+    assert {row.status for row in rest} == {Status.KEPT}
 
 
 @pytest.mark.parametrize(
