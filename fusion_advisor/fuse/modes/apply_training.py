@@ -121,6 +121,8 @@ def apply_training(
     fused.report = final = replace(final, durations_s=tuple(clock.durations_s))
     if final.status == "applied" and final.after is not None and final.after.label != UNCHANGED:
         fused.apply()
+    else:
+        fused.forget()
     return TrainedRun(fused=fused, report=final, capture=capture)
 
 
