@@ -236,7 +236,8 @@ def _measured(
     assert before.wall is not None and after.wall is not None
     refusal = why_nothing_stays(
         report.model_check is None or report.model_check.is_passed, before.device_ns, after.device_ns, before.wall, after.wall,
-        is_device_judged=job.on_cuda, is_time_judged=job.options.is_timed and job.options.memory_budget >= 1,
+        is_device_judged=job.on_cuda and not _is_replayed(fused),
+        is_time_judged=job.options.is_timed and job.options.memory_budget >= 1,
     )  # fmt: skip
     if refusal is None:
         return final
@@ -244,6 +245,11 @@ def _measured(
     dropped = replace(reverted(final, refusal), after=replace(before, label=UNCHANGED))
     training = report.training
     return dropped if training is None else replace(dropped, training=training.eager_alone())
+
+
+def _is_replayed(fused: TrainedModel) -> bool:
+    """Whether CUDA graphs replay the step: they are there for the host's time, and may take kernels that are no faster."""
+    return any(graph.step_graph is not None and graph.step_graph.is_on for graph in fused.graphs_of_step)
 
 
 def _with_own_parts(job: TrainingJob, fused: TrainedModel, report: Report) -> Report:

@@ -93,8 +93,9 @@ class _Recorded:
 
     def own(self, value: Any) -> Any:
         """Return the graph's own tensor for the one that stands for all: a recording that held that would wait for itself."""
-        is_it = self.is_awaited and isinstance(value, torch.Tensor) and value.untyped_storage() is self.lease()
-        return self.forward.kept[self.leased] if is_it else value
+        if self.lease is None or self.leased is None or not isinstance(value, torch.Tensor):
+            return value
+        return self.forward.kept[self.leased] if value.untyped_storage() is self.lease() else value
 
 
 @dataclass(slots=True)
