@@ -187,8 +187,12 @@ def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measur
         reconciliation=_reconciled(found, measured),
         graph_breaks=tuple(fused.breaks),
     )  # fmt: skip
+    training = report.training
+    if training is not None:
+        again = [row for graph in fused.graphs_of_step for row in graph.computed_again(journal.capture_of)]
+        training = replace(training, recomputed=tuple(sorted(again, key=lambda row: -row.saved_bytes)))
     return replace(
-        report, chains=found.chains, answers=found.answers, fusions=found.fusions,
+        report, training=training, chains=found.chains, answers=found.answers, fusions=found.fusions,
         rewrites=(*whole, *found.rewrites), quality=quality,
         findings=(*(found_logits := logits_findings(whole, report.workload.model_id)), *_renumbered(report, len(found_logits))),
         captured=replace(captured, timeline=None), model_check=check_of_all(checks),

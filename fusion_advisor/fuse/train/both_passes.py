@@ -60,6 +60,7 @@ class BothPasses:
         memory_budget: share of the activations that may be kept.
 
     Attributes:
+        graphs: both passes as they were traced, as ``forward`` and ``backward``.
         halves: both passes, in the order in which AOTAutograd hands them over.
         by_name: the same, as ``forward`` and ``backward``.
         call: runs the first, and the second when autograd asks for it.
@@ -70,12 +71,12 @@ class BothPasses:
     ) -> None:
         self.halves: list[Half] = []
         self.by_name: dict[str, Half] = {}
-        self._graphs: dict[str, GraphModule] = {}
+        self.graphs: dict[str, GraphModule] = {}
 
         def taken(name: str) -> Callable[[GraphModule], Half]:
             def take(graph: GraphModule) -> Half:
                 self.halves.append(half(graph, name))
-                self._graphs[name], self.by_name[name] = graph, self.halves[-1]
+                self.graphs[name], self.by_name[name] = graph, self.halves[-1]
                 return self.halves[-1]
 
             return take
@@ -110,6 +111,6 @@ class BothPasses:
         Args:
             inside: says what an op holds while it runs and does not return.
         """
-        if len(self._graphs) < 2:
+        if len(self.graphs) < 2:
             return 0
-        return step_peak_bytes(self._graphs["forward"], self._graphs["backward"], inside)
+        return step_peak_bytes(self.graphs["forward"], self.graphs["backward"], inside)

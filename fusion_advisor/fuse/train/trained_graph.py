@@ -34,7 +34,8 @@ from fusion_advisor.fuse.step_graph.trial import try_step_graph
 from fusion_advisor.fuse.train.both_passes import BothPasses, Half
 from fusion_advisor.fuse.train.flag_trial import FlaggedGraph
 from fusion_advisor.fuse.train.gradients import LostGradient, Rows, TrainingStep, WideWithSameNumbers, check_gradients
-from fusion_advisor.records import GraphRewrite, ModelCheck, Status
+from fusion_advisor.fuse.train.recomputed import recomputed
+from fusion_advisor.records import Capture, GraphRewrite, ModelCheck, Recomputed, Status
 from fusion_advisor.timing.host_timer import HostTimer, WallTimer, step_timer
 from fusion_advisor.timing.interleaving import interleave
 from fusion_advisor.timing.paired import Comparison, compare_rounds
@@ -128,6 +129,17 @@ class TrainedGraph:
     def halves(self) -> list[Half]:
         """Both passes, in the order in which AOTAutograd hands them over."""
         return self._passes.halves
+
+    def computed_again(self, capture_of: Callable[[GraphModule], Capture | None]) -> tuple[Recomputed, ...]:
+        """Return what a memory budget has the backward pass compute again; nothing without one, or where the step does not stay.
+
+        Args:
+            capture_of: returns what was traced of a pass, by its graph; None where nothing was.
+        """
+        before, after = self._plain.graphs, self._base.graphs
+        if self._budget >= 1 or not self.is_rewritten or min(len(before), len(after)) < 2:
+            return ()
+        return recomputed(before, after, capture_of(self._passes.graphs["forward"]))
 
     @property
     def _joint(self) -> Call:
