@@ -227,7 +227,8 @@ def _measured(
         unchanged = replace(before, label=UNCHANGED)
         return replace(report, status="applied", before=before, after=unchanged, baselines=without_doubles(rows))
     with job.clock.phase("measure after"):
-        runs, after_step = traced(job, fused, kept)
+        with fused.launched():
+            runs, after_step = traced(job, fused, kept)
         report = _with_own_parts(job, fused, report)
     rows = baselines_of(job, fused, report, after_step, on_report)
     before, after = (profile_of(rows, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
@@ -270,7 +271,8 @@ def _with_own_parts(job: TrainingJob, fused: TrainedModel, report: Report) -> Re
         training.parts, forward_before_ns=eager[0], backward_before_ns=eager[1], forward_after_ns=ours[0],
         backward_after_ns=ours[1],
     )  # fmt: skip
-    held = record_step_memory(job.step(fused.compiled_call), label="fused", on_cuda=job.on_cuda)
+    with fused.launched():  # in graphs everything is there from the start
+        held = record_step_memory(job.step(fused.compiled_call), label="fused", on_cuda=job.on_cuda)
     loaded.model.zero_grad(set_to_none=True)
     memory = (*training.memory, *(() if held is None else (held,)))
     return replace(report, training=replace(training, parts=parts, memory=memory))

@@ -8,7 +8,8 @@ was recorded, and the backward graph reads it there. A graph repeats kernels on 
 - Arguments that lie elsewhere at each call (a batch) are copied into memory of the graph's own.
 - Results and gradients are copied out. So no later replay overwrites what a caller has, or what ``.grad`` holds.
 - A forward pass is replayed only where nothing waits any longer for what the last replay kept: else its backward pass would read
-  another step's activations. A step of several forward passes before one backward pass is launched kernel by kernel.
+  another step's activations. A step of several forward passes before one backward pass is launched kernel by kernel. So is one
+  under ``saved_tensors_hooks``, which may drop some of what is kept early.
 - A backward pass is replayed only where it is given what the recorded forward pass keeps; it may run twice (``retain_graph``).
 - Random numbers are those of a step launched kernel by kernel: torch moves its generator on ahead of each replay.
 
@@ -31,9 +32,12 @@ from fusion_advisor.fuse.cuda_graph.recording import Recorder
 from fusion_advisor.fuse.rewrite.launch_count import tallies_in, total
 from fusion_advisor.fuse.step_graph.pass_graph import PassGraph, record_pass
 from fusion_advisor.runtime.fallback_warning import warn_caller
-from fusion_advisor.runtime.torch_internals import tensor_memory
+from fusion_advisor.runtime.torch_internals import autograd_graphs, tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
 
+HOOKED = (
+    "saved_tensors_hooks are active (a checkpoint, say), which may keep some of what the forward pass keeps and drop the rest"
+)
 WAITING = "what an earlier forward pass kept still waits for its backward pass"
 _MOST_RECORDED = 8
 """A step that had to be recorded this often is launched kernel by kernel from then on: recording costs more than it saves."""
@@ -205,7 +209,11 @@ class StepGraph:
         if self._recorder is None:
             self._recorder = self._make_recorder()
         recorded = self._recorded
-        reason = self._recorder.refusal() or (WAITING if recorded is not None and recorded.is_awaited else None)
+        reason = self._recorder.refusal()
+        if reason is None and autograd_graphs.saves_through_hooks():
+            reason = HOOKED
+        if reason is None and recorded is not None and recorded.is_awaited:
+            reason = WAITING
         if reason is not None:
             self._say(reason)
             return None

@@ -142,6 +142,18 @@ class TrainedModel(InPlace):
         return UNSEEN if key != self._verified else self._guard.change()
 
     @contextmanager
+    def launched(self) -> Iterator[None]:
+        """Launch every pass kernel by kernel while the context lasts, for whoever looks at single kernels or tensors."""
+        graphs = [graph.step_graph for graph in self.graphs_of_step if graph.step_graph is not None and graph.step_graph.is_on]
+        for one in graphs:
+            one.is_on = False
+        try:
+            yield
+        finally:
+            for one in graphs:
+                one.is_on = True
+
+    @contextmanager
     def running(self, runners: Mapping[int, Call]) -> Iterator[None]:
         """Let other calls run in place of passes while the context lasts.
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_advisor.fuse.step_graph.step_graph import WAITING
+from fusion_advisor.fuse.step_graph.step_graph import HOOKED, WAITING
 from fusion_advisor.timing.interleaving import CannotRecord
 from tests.fuse.step_graph.fake_passes import Backend
 
@@ -149,6 +149,41 @@ def test_a_backward_pass_may_run_twice_and_after_a_later_step(made, direct):
         found.append([parameter.grad for parameter in one.parameters()])
     assert_same(*found)
     assert backend.graphs.refusals == {WAITING: 1} and backend.graphs.replays == [1, 2]
+
+
+def test_hooks_that_drop_some_of_what_is_kept_have_the_step_launched(made, direct):
+    compiled, _, backend = made
+    large = WIDTH * 4
+
+    def pack(value):
+        return value.clone() if value.numel() >= large else value  # the rest stays where it is
+
+    found = []
+    for one in (compiled, direct):
+        for seed in (0, 1):
+            step(one, seed)
+        one.zero_grad(set_to_none=True)
+        torch.manual_seed(2)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first = one(x(2))[0]
+            second = one(x(3))[0]
+        (first + second).backward()
+        found.append([parameter.grad for parameter in one.parameters()])
+    assert_same(*found)
+    assert backend.graphs.refusals == {HOOKED: 2} and backend.graphs.replays == [1, 1]
+
+
+def test_an_input_gets_its_gradient(made, direct):
+    found = []
+    for one in (made[0], direct):
+        for seed in range(3):
+            batch = x(seed).requires_grad_()
+            torch.manual_seed(seed)
+            one(batch)[0].backward()
+        found.append([batch.grad])
+    assert_same(*found)
+    assert made[2].graphs.replays == [2, 2]
 
 
 def test_a_loss_that_is_kept_or_dropped_lets_the_next_step_replay(made):

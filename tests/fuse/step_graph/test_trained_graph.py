@@ -132,6 +132,10 @@ def test_a_model_that_is_reverted_holds_no_graph(x):
             step(model, x)
         (graphs,) = [one.step_graph for one in fused.graphs_of_step]
         assert graphs.pool_bytes > 0 and fused.launches > before
+        replays = list(graphs.replays)
+        with fused.launched():
+            step(model, x)
+        assert graphs.replays == replays and graphs.is_on
     assert graphs.pool_bytes == 0 and not fused.is_applied
 
 
