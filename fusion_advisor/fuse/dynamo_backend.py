@@ -212,9 +212,11 @@ class _FirstCall:
 
     Attributes:
         instead: where it is set, what runs in its place: the ops as they were traced, say.
+        around: where it is set, what AOTAutograd calls with the list of arguments: replays of a CUDA graph, say.
     """
 
     instead: Call | None = None
+    around: Callable[[list[Any]], Any] | None = None
 
     def __init__(
         self, graph_module: torch.fx.GraphModule, options: ApplyOptions, optimiser: Callable[[Region, ApplyOptions], Call],
@@ -269,8 +271,18 @@ class _FirstCall:
             )
             return self._call(*args)
 
+    @property
+    def module(self) -> torch.fx.GraphModule:
+        """As it runs."""
+        module = getattr(self._call, "__self__", None)
+        return module if isinstance(module, torch.fx.GraphModule) else self._original
+
     def take(self, args: list[Any]) -> Any:
-        """Run it on arguments that nobody else needs: a backward pass frees each of them after its last use."""
+        """Run it on arguments that nobody else needs, by its CUDA graph where it has one."""
+        return self.run(args) if self.instead is not None or self.around is None else self.around(args)
+
+    def run(self, args: list[Any]) -> Any:
+        """Run it launch by launch: a backward pass frees each of the arguments after its last use."""
         if self.instead is None and self._freeing is not None and self._freeing.serves(args):
             return self._freeing(args)
         return self(*args)
@@ -309,7 +321,7 @@ def chosen_options(options: Mapping[str, Any]) -> ApplyOptions:
         )
     return ApplyOptions(
         freeze=bool(options.get("freeze", False)), exact=bool(options.get("exact", False)),
-        drop_logits=bool(options.get("drop_logits", False)),
+        drop_logits=bool(options.get("drop_logits", False)), graph=False,
     )  # fmt: skip
 
 

@@ -231,6 +231,22 @@ class StepMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """Ops of the forward pass of which a memory budget has the backward pass compute results again."""
+
+    op: str
+    """``addmm``, ``gelu``."""
+    module: str
+    """``transformer.h.*.mlp``; empty at the top level."""
+    ops: int
+    """How many of them run again."""
+    saved_bytes: int
+    """Of their results, what the forward pass keeps no longer, less what it keeps in place of others: then it is negative."""
+    again_ns: int
+    """What the ones that run again take in the traced forward pass; 0 where none was traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerTime:
     """A step of an optimizer over copies of the trained parameters."""
 
@@ -280,11 +296,13 @@ class Training:
     """Of a run that timed them."""
     memory: tuple[StepMemory, ...] = ()
     """Of the eager step and of ours, where one was recorded."""
+    recomputed: tuple[Recomputed, ...] = ()
+    """With a memory budget, largest saving first."""
 
     def eager_alone(self) -> Training:
         """Return the record without what it holds of our step."""
         parts = None if self.parts is None else replace(self.parts, forward_after_ns=0, backward_after_ns=0)
-        return replace(self, parts=parts, memory=self.memory[:1])
+        return replace(self, parts=parts, memory=self.memory[:1], recomputed=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

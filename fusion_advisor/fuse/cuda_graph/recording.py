@@ -256,17 +256,7 @@ class Recording:
             args: of the region.
             fresh: from :meth:`hand_out`.
         """
-        given = []
-        for output in self.results:
-            value = output.value
-            if output.slot >= 0:
-                value = args[output.slot]
-            elif output.memory >= 0:
-                value = fresh[output.memory]
-            if output.view is not None:
-                size, stride, offset = output.view
-                value = value.as_strided(size, stride, value.storage_offset() + offset)
-            given.append(value)
+        given = given_results(self.results, args, fresh)
         return given[0] if self.kind is torch.Tensor else self.kind(given)
 
 
@@ -363,6 +353,28 @@ def results_of(
             view = None if first_element is None else (*layout, int(value.storage_offset()) - first_element)
             results.append(Output(memory=memory, view=view))
     return tuple(memories), tuple(results)
+
+
+def given_results(results: Sequence[Output], args: Sequence[Any], fresh: Sequence[torch.Tensor]) -> list[Any]:
+    """Return results as a caller gets them.
+
+    Args:
+        results: how each is made.
+        args: of the region.
+        fresh: new memory that the graph's was copied to, in the order of the memories.
+    """
+    given = []
+    for output in results:
+        value = output.value
+        if output.slot >= 0:
+            value = args[output.slot]
+        elif output.memory >= 0:
+            value = fresh[output.memory]
+        if output.view is not None:
+            size, stride, offset = output.view
+            value = value.as_strided(size, stride, value.storage_offset() + offset)
+        given.append(value)
+    return given
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

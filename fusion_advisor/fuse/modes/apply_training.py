@@ -121,6 +121,8 @@ def apply_training(
     fused.report = final = replace(final, durations_s=tuple(clock.durations_s))
     if final.status == "applied" and final.after is not None and final.after.label != UNCHANGED:
         fused.apply()
+    else:
+        fused.forget()
     return TrainedRun(fused=fused, report=final, capture=capture)
 
 
@@ -185,8 +187,12 @@ def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measur
         reconciliation=_reconciled(found, measured),
         graph_breaks=tuple(fused.breaks),
     )  # fmt: skip
+    training = report.training
+    if training is not None:
+        again = [row for graph in fused.graphs_of_step for row in graph.computed_again(journal.capture_of)]
+        training = replace(training, recomputed=tuple(sorted(again, key=lambda row: -row.saved_bytes)))
     return replace(
-        report, chains=found.chains, answers=found.answers, fusions=found.fusions,
+        report, training=training, chains=found.chains, answers=found.answers, fusions=found.fusions,
         rewrites=(*whole, *found.rewrites), quality=quality,
         findings=(*(found_logits := logits_findings(whole, report.workload.model_id)), *_renumbered(report, len(found_logits))),
         captured=replace(captured, timeline=None), model_check=check_of_all(checks),
@@ -221,7 +227,8 @@ def _measured(
         unchanged = replace(before, label=UNCHANGED)
         return replace(report, status="applied", before=before, after=unchanged, baselines=without_doubles(rows))
     with job.clock.phase("measure after"):
-        runs, after_step = traced(job, fused, kept)
+        with fused.launched():
+            runs, after_step = traced(job, fused, kept)
         report = _with_own_parts(job, fused, report)
     rows = baselines_of(job, fused, report, after_step, on_report)
     before, after = (profile_of(rows, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
@@ -234,7 +241,8 @@ def _measured(
     assert before.wall is not None and after.wall is not None
     refusal = why_nothing_stays(
         report.model_check is None or report.model_check.is_passed, before.device_ns, after.device_ns, before.wall, after.wall,
-        is_device_judged=job.on_cuda, is_time_judged=job.options.is_timed and job.options.memory_budget >= 1,
+        is_device_judged=job.on_cuda and not _is_replayed(fused),
+        is_time_judged=job.options.is_timed and job.options.memory_budget >= 1,
     )  # fmt: skip
     if refusal is None:
         return final
@@ -242,6 +250,11 @@ def _measured(
     dropped = replace(reverted(final, refusal), after=replace(before, label=UNCHANGED))
     training = report.training
     return dropped if training is None else replace(dropped, training=training.eager_alone())
+
+
+def _is_replayed(fused: TrainedModel) -> bool:
+    """Whether CUDA graphs replay the step: they are there for the host's time, and may take kernels that are no faster."""
+    return any(graph.step_graph is not None and graph.step_graph.is_on for graph in fused.graphs_of_step)
 
 
 def _with_own_parts(job: TrainingJob, fused: TrainedModel, report: Report) -> Report:
@@ -258,7 +271,8 @@ def _with_own_parts(job: TrainingJob, fused: TrainedModel, report: Report) -> Re
         training.parts, forward_before_ns=eager[0], backward_before_ns=eager[1], forward_after_ns=ours[0],
         backward_after_ns=ours[1],
     )  # fmt: skip
-    held = record_step_memory(job.step(fused.compiled_call), label="fused", on_cuda=job.on_cuda)
+    with fused.launched():  # in graphs everything is there from the start
+        held = record_step_memory(job.step(fused.compiled_call), label="fused", on_cuda=job.on_cuda)
     loaded.model.zero_grad(set_to_none=True)
     memory = (*training.memory, *(() if held is None else (held,)))
     return replace(report, training=replace(training, parts=parts, memory=memory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch.fx import GraphModule
 
@@ -28,11 +29,21 @@ class Fallbacks:
             warn_caller(f"fusion-advisor runs the original ops: {reason}" + (f": {detail}" if detail else ""))
 
 
+class Replays(Protocol):
+    """What replays graphs.
+
+    Attributes:
+        launches: generated kernels that replays launched.
+    """
+
+    launches: int
+
+
 class LaunchCounter:
     """Counts the launches of a fused model's graphs."""
 
     def __init__(self, graphs: Graphs | None) -> None:
-        self._graphs = graphs
+        self._replays: list[Replays] = [] if graphs is None else [graphs]
         self._tallies: dict[int, Tally] = {}
         self._before = 0
 
@@ -42,6 +53,11 @@ class LaunchCounter:
             if id(tally) not in self._tallies:
                 self._tallies[id(tally)] = tally
                 self._before += tally.launches
+
+    def include_replays(self, replays: Sequence[Replays]) -> None:
+        """Count what further CUDA graphs replay, from now on."""
+        self._replays += replays
+        self._before += sum(one.launches for one in replays)
 
     def restart(self) -> None:
         """Count from zero."""
@@ -53,4 +69,4 @@ class LaunchCounter:
         return self._all() - self._before
 
     def _all(self) -> int:
-        return total(self._tallies.values()) + (0 if self._graphs is None else self._graphs.launches)
+        return total(self._tallies.values()) + sum(one.launches for one in self._replays)

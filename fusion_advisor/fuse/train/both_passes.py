@@ -19,13 +19,19 @@ class Half(Protocol):
 
     Attributes:
         instead: where it is set, what runs in its place.
+        around: where it is set, what AOTAutograd calls with the list of arguments.
     """
 
     instead: Call | None
+    around: Callable[[list[Any]], Any] | None
 
     @property
     def graph(self) -> GraphModule:
         """As AOTAutograd made it."""
+
+    @property
+    def module(self) -> GraphModule:
+        """As it runs."""
 
     @property
     def is_changed(self) -> bool:
@@ -40,6 +46,9 @@ class Half(Protocol):
     def take(self, args: list[Any]) -> Any:
         """Run it on a list of arguments that may be emptied."""
 
+    def run(self, args: list[Any]) -> Any:
+        """Do so launch by launch."""
+
 
 class BothPasses:
     """A graph as a function that autograd differentiates by a second graph.
@@ -51,7 +60,9 @@ class BothPasses:
         memory_budget: share of the activations that may be kept.
 
     Attributes:
+        graphs: both passes as they were traced, as ``forward`` and ``backward``.
         halves: both passes, in the order in which AOTAutograd hands them over.
+        by_name: the same, as ``forward`` and ``backward``.
         call: runs the first, and the second when autograd asks for it.
     """
 
@@ -59,12 +70,13 @@ class BothPasses:
         self, graph_module: GraphModule, inputs: list[Any], half: Callable[[GraphModule, str], Half], memory_budget: float = 1.0
     ) -> None:
         self.halves: list[Half] = []
-        self._graphs: dict[str, GraphModule] = {}
+        self.by_name: dict[str, Half] = {}
+        self.graphs: dict[str, GraphModule] = {}
 
         def taken(name: str) -> Callable[[GraphModule], Half]:
             def take(graph: GraphModule) -> Half:
                 self.halves.append(half(graph, name))
-                self._graphs[name] = graph
+                self.graphs[name], self.by_name[name] = graph, self.halves[-1]
                 return self.halves[-1]
 
             return take
@@ -99,6 +111,6 @@ class BothPasses:
         Args:
             inside: says what an op holds while it runs and does not return.
         """
-        if len(self._graphs) < 2:
+        if len(self.graphs) < 2:
             return 0
-        return step_peak_bytes(self._graphs["forward"], self._graphs["backward"], inside)
+        return step_peak_bytes(self.graphs["forward"], self.graphs["backward"], inside)

@@ -59,6 +59,11 @@ class Journal:
         self.entries.append(Entry(graph=graph, training_pass=training_pass or "forward", capture=capture, plan=plan))
         return self.entries[-1]
 
+    def capture_of(self, graph: GraphModule) -> Capture | None:
+        """Return what was traced of a graph; None where it was not rewritten."""
+        entry = self.of(graph)
+        return None if entry is None else entry.capture
+
     def of(self, graph: GraphModule) -> Entry | None:
         """Return the entry of a graph; None where it was not rewritten."""
         return next((entry for entry in self.entries if entry.graph is graph), None)

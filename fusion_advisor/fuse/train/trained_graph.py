@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,16 +22,21 @@ from torch.fx import GraphModule
 
 from fusion_advisor import units
 from fusion_advisor.capture.graph.side_effects import Numbers
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.live.model_check import Wide
 from fusion_advisor.fuse.loss.budget import row_of_budget
 from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, judged
+from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
+from fusion_advisor.fuse.step_graph.step_graph import StepGraph
+from fusion_advisor.fuse.step_graph.trial import try_step_graph
 from fusion_advisor.fuse.train.both_passes import BothPasses, Half
 from fusion_advisor.fuse.train.flag_trial import FlaggedGraph
 from fusion_advisor.fuse.train.gradients import LostGradient, Rows, TrainingStep, WideWithSameNumbers, check_gradients
-from fusion_advisor.records import GraphRewrite, ModelCheck, Status
-from fusion_advisor.timing.host_timer import HostTimer, step_timer
+from fusion_advisor.fuse.train.recomputed import recomputed
+from fusion_advisor.records import Capture, GraphRewrite, ModelCheck, Recomputed, Status
+from fusion_advisor.timing.host_timer import HostTimer, WallTimer, step_timer
 from fusion_advisor.timing.interleaving import interleave
 from fusion_advisor.timing.paired import Comparison, compare_rounds
 
@@ -79,12 +84,15 @@ class TrainedGraph:
         losses: what can be done to its losses; None where none has large logits.
         flagged: the graph after the trial of flags in place of masks, which ``losses`` are of too; None where there was none.
         compare: times two ways to run a step in turn; None: by ``timer``.
+        make_recorder: of CUDA graphs; None: the device's own on a GPU, and no graphs elsewhere.
 
     Attributes:
         outcome: known after the first call.
+        step_graph: replays both passes where that pays; None where no graph was tried.
     """
 
     outcome: Outcome | None = None
+    step_graph: StepGraph | None = None
 
     def __init__(
         self,
@@ -101,10 +109,11 @@ class TrainedGraph:
         losses: LossPlan | None = None,
         flagged: FlaggedGraph | None = None,
         compare: Callable[[Call, Call], Comparison] | None = None,
+        make_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
         self._original, self._traced, self._names, self._options = graph_module, traced, names, options
         self._unfused, self._timer, self._check, self._losses = unfused, timer, check, losses
-        self._compare = compare
+        self._compare, self._make_recorder = compare, make_recorder
         self._budget = options.memory_budget
         self._flag_rows = () if flagged is None else flagged.rows
         first = graph_module if flagged is None else flagged.module
@@ -120,6 +129,17 @@ class TrainedGraph:
     def halves(self) -> list[Half]:
         """Both passes, in the order in which AOTAutograd hands them over."""
         return self._passes.halves
+
+    def computed_again(self, capture_of: Callable[[GraphModule], Capture | None]) -> tuple[Recomputed, ...]:
+        """Return what a memory budget has the backward pass compute again; nothing without one, or where the step does not stay.
+
+        Args:
+            capture_of: returns what was traced of a pass, by its graph; None where nothing was.
+        """
+        before, after = self._plain.graphs, self._base.graphs
+        if self._budget >= 1 or not self.is_rewritten or min(len(before), len(after)) < 2:
+            return ()
+        return recomputed(before, after, capture_of(self._passes.graphs["forward"]))
 
     @property
     def _joint(self) -> Call:
@@ -152,6 +172,48 @@ class TrainedGraph:
         return self._unfused(outcome.reason) if is_news else self._original.forward
 
     def _judged(self, args: tuple[Any, ...]) -> Outcome:
+        """Choose how losses are computed, optimise both passes and compare; then try them as CUDA graphs."""
+        outcome = self._judged_launches(args)
+        make = self._make_recorder or (CudaRecorder if _is_on_cuda(args) else None)
+        is_wanted = self._options.graph and self._options.wants(CUDA_GRAPH.id) and self._budget >= 1
+        if make is None or not is_wanted or self._options.dry_run or len(self._passes.by_name) < 2:
+            return outcome
+        return self._with_graphs(outcome, args, make) if outcome.reason in ("", NOTHING, NOT_FASTER) else outcome
+
+    def _with_graphs(self, outcome: Outcome, args: tuple[Any, ...], make: Callable[[], Recorder]) -> Outcome:
+        """Try both passes as CUDA graphs. Where nothing else pays, they have to beat the model's own ops."""
+        step = TrainingStep.of(self._own, self._names(args), args)
+        graphs = self.step_graph = StepGraph(self._passes.by_name["forward"], self._passes.by_name["backward"], make)
+        checks = [outcome.check]
+
+        def numbers() -> str:
+            if checks[0] is not None and self._has_same_bits(graphs, step):
+                return ""
+            reason, checks[0] = self._checked(step)
+            return reason
+
+        row = try_step_graph(
+            graphs, lambda: step.run(self._joint), lambda: step.run(self._joint if not outcome.reason else self._own),
+            numbers=numbers,
+            compare=functools.partial(self._compared_by_wall, step=step) if self._options.is_timed else None,
+        )  # fmt: skip
+        rows = (*outcome.step_rows, row)
+        if row.status is Status.KEPT:
+            return Outcome("", checks[0], rows)
+        return replace(outcome, step_rows=rows)
+
+    def _has_same_bits(self, graphs: StepGraph, step: TrainingStep) -> bool:
+        """Whether replays give the bits of both passes launched kernel by kernel, which were checked; so in a second backward."""
+        step.run(self._joint, seed=_SEED + 1)
+        replayed = step.run(self._joint, seed=_SEED, backward_passes=2)
+        graphs.is_on = False
+        launched = step.run(self._joint, seed=_SEED)
+        graphs.is_on = True
+        return [name for name, _ in replayed] == [name for name, _ in launched] and all(
+            torch.equal(one, other) for (_, one), (_, other) in zip(replayed, launched, strict=True)
+        )
+
+    def _judged_launches(self, args: tuple[Any, ...]) -> Outcome:
         """Choose how losses are computed, optimise both passes and compare."""
         row = self._losses.row if self._losses is not None else None
         if self._chunked is not None and row is not None:
@@ -270,16 +332,37 @@ class TrainedGraph:
         with self._plain.instead(instead):
             return step.run(self._drops(self._plain.call), wide=wide, seed=_SEED)
 
+    def _compared_by_wall(self, before: Call, after: Call, *, step: TrainingStep) -> Comparison:
+        """Time two ways to run a step in turn as a user calls them: graphs change the host's time between kernels alone."""
+
+        def waited(call: Call) -> Call:
+            def run() -> None:
+                call()
+                torch.cuda.synchronize()
+
+            return run if _is_on_cuda(step.args) else call
+
+        if self._compare is not None:
+            return self._compare(before, after)
+        before_ns, after_ns = interleave(
+            [waited(before), waited(after)], rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=False, timer=self._timer or WallTimer()
+        )
+        return compare_rounds(before_ns, after_ns, self._options.confidence)
+
     def _compared(self, before: Call, after: Call, step: TrainingStep) -> Comparison:
         """Time two ways to run a step in turn."""
         if self._compare is not None:
             return self._compare(before, after)
-        on_cuda = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in step.args)
+        on_cuda = _is_on_cuda(step.args)
         before_ns, after_ns = interleave(
             [before, after], rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=on_cuda,
             timer=self._timer or step_timer(on_cuda=on_cuda),
         )  # fmt: skip
         return compare_rounds(before_ns, after_ns, self._options.confidence)
+
+
+def _is_on_cuda(args: Sequence[Any]) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
 
 
 def verdict_on_loss(row: GraphRewrite, reason: str, change: Comparison | None, saved_bytes: int) -> GraphRewrite:

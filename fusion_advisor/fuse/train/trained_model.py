@@ -88,6 +88,7 @@ class TrainedModel(InPlace):
         """
         self._is_sealed = True
         self._launches.include([module for variant in variants for module in variant.modules])
+        self._launches.include_replays([graph.step_graph for graph in self.graphs_of_step if graph.step_graph is not None])
 
     @property
     def original_call(self) -> Call:
@@ -101,7 +102,10 @@ class TrainedModel(InPlace):
             return self._compiled(*args, **kwargs)
 
     def forget(self) -> None:
-        """Drop what dynamo's traces keep of the tensors that were traced."""
+        """Free the CUDA graphs of the step, and what dynamo's traces keep of the tensors that were traced."""
+        for graph in self.graphs_of_step:
+            if graph.step_graph is not None:
+                graph.step_graph.forget()
         fake_mode.forget_real_tensors(self._fake_modes)
         self._fake_modes.clear()
 
@@ -136,6 +140,18 @@ class TrainedModel(InPlace):
         if any(type(leaf) is not torch.Tensor and dispatcher.sees_its_ops(type(leaf)) for leaf in leaves):
             return OWN_OPS
         return UNSEEN if key != self._verified else self._guard.change()
+
+    @contextmanager
+    def launched(self) -> Iterator[None]:
+        """Launch every pass kernel by kernel while the context lasts, for whoever looks at single kernels or tensors."""
+        graphs = [graph.step_graph for graph in self.graphs_of_step if graph.step_graph is not None and graph.step_graph.is_on]
+        for one in graphs:
+            one.is_on = False
+        try:
+            yield
+        finally:
+            for one in graphs:
+                one.is_on = True
 
     @contextmanager
     def running(self, runners: Mapping[int, Call]) -> Iterator[None]:

@@ -170,6 +170,8 @@ def _tables(report: Report, top_kernels: int) -> dict[str, object]:
         "part_lines": step_rows.part_lines(report),
         "memory_lines": step_rows.memory_lines(report),
         "holder_rows": step_rows.holder_rows,
+        "recomputed_rows": step_rows.recomputed_rows(report),
+        "recomputed_line": step_rows.recomputed_line(report),
         "findings": shared_rows.finding_lines(report),
         "comparisons": shared_rows.comparisons(report),
         "launch_line": shared_rows.launch_line(report),

@@ -146,5 +146,30 @@ def holder_rows(memory: StepMemory) -> tuple[tuple[str, str, str, str, str], ...
     )
 
 
+def recomputed_rows(report: Report) -> tuple[tuple[str, str, str, str, str], ...]:
+    """Return what a memory budget has the backward pass compute again: (op, module, ops, memory saved, their time)."""
+    rows = () if report.training is None else report.training.recomputed
+    return tuple(
+        (
+            row.op, row.module, units.number(row.ops), f"{'−' if row.saved_bytes < 0 else ''}{units.size(abs(row.saved_bytes))}",
+            units.duration(row.again_ns) if row.again_ns else "–",
+        )
+        for row in rows
+    )  # fmt: skip
+
+
+def recomputed_line(report: Report) -> str:
+    """Sum up what is computed again; empty without a memory budget."""
+    rows = () if report.training is None else report.training.recomputed
+    if not rows:
+        return ""
+    saved, again_ns = sum(row.saved_bytes for row in rows), sum(row.again_ns for row in rows)
+    paid = f", for {units.duration(again_ns)} of work that is done twice" if again_ns else ""
+    return (
+        f"The forward pass keeps {units.size(abs(saved))} {'less' if saved >= 0 else 'more'} for the backward pass{paid}. "
+        "Times are from the traced forward pass, op by op."
+    )
+
+
 def _op(memory: StepMemory, row: HeldMemory) -> str:
     return row.op or ("a fused kernel" if memory.label != "eager" else "outside every op")

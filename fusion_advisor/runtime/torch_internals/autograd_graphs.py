@@ -158,6 +158,11 @@ def _keep_what_is_given() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+def saves_through_hooks() -> bool:
+    """Whether ``saved_tensors_hooks`` are active in this thread: what is kept for a backward pass then is what they return."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def copied_graph(graph_module: GraphModule) -> GraphModule:
     """Return a graph that may be changed, over the same tensors; its nodes keep what was traced."""
     graph = Graph()

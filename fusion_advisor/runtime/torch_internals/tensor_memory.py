@@ -23,6 +23,14 @@ def storage_reference(tensor: torch.Tensor, freed: Callable[[Any], object]) -> w
     return weakref.ref(tensor.untyped_storage(), freed)
 
 
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory in a storage of its own: when that is freed, the memory itself is not.
+
+    The storage holds the tensor that is given as long as it lives.
+    """
+    return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor))
+
+
 class Addresses:
     """Addresses of tensors' data: 425 are compared in 47 µs of Python, in a fraction of it where torch can in C++ (CUDA builds).
 

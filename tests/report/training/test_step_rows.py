@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fusion_advisor.errors import UnreadableReport
-from fusion_advisor.records import HeldMemory, OptimizerTime, StepMemory, StepParts, Timing
+from fusion_advisor.records import HeldMemory, OptimizerTime, Recomputed, StepMemory, StepParts, Timing
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.training import step_rows
@@ -63,6 +63,22 @@ def test_the_peak_is_told_by_what_holds_it(report):
     )
     fused = step_rows.holder_rows(report.training.memory[1])
     assert fused[1][1] == "a fused kernel" and step_rows.holder_rows(report.training.memory[0])[1][1] == "outside every op"
+
+
+def test_what_is_computed_again_has_its_bytes_and_time(report):
+    rows = (
+        Recomputed(op="gelu", module="h.*.mlp", ops=12, saved_bytes=3000, again_ns=2_000_000),
+        Recomputed(op="addmm", module="", ops=1, saved_bytes=-1000, again_ns=0),
+    )
+    with_rows = replace(report, training=replace(report.training, recomputed=rows))
+    assert step_rows.recomputed_rows(with_rows) == (
+        ("gelu", "h.*.mlp", "12", "3.00 kB", "2.00 ms"), ("addmm", "", "1", "−1.00 kB", "–"),
+    )  # fmt: skip
+    assert step_rows.recomputed_line(with_rows).startswith(
+        "The forward pass keeps 2.00 kB less for the backward pass, for 2.00 ms of work that is done twice."
+    )
+    assert step_rows.recomputed_rows(report) == () and step_rows.recomputed_line(report) == ""
+    assert with_rows.training.eager_alone().recomputed == ()
 
 
 def test_panels_share_a_scale_and_areas_lie_on_each_other(report):

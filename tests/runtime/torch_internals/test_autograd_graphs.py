@@ -36,6 +36,13 @@ def test_there_is_a_graph_for_each_pass_and_the_backward_pass_may_run_twice():
     torch.testing.assert_close(x.grad, 2 * own.grad)
 
 
+def test_hooks_on_what_is_kept_are_seen_where_they_are_active():
+    assert not autograd_graphs.saves_through_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert autograd_graphs.saves_through_hooks()
+    assert not autograd_graphs.saves_through_hooks()
+
+
 def test_both_graphs_are_handed_over_before_the_first_backward_pass():
     x = torch.randn(5, requires_grad=True)
     _, seen = halves_of(lambda x: torch.nn.functional.gelu(x).sum(), x)

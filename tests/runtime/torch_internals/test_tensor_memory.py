@@ -26,6 +26,21 @@ def test_addresses_are_those_of_the_same_tensors_only():
     assert not addresses.are_of(tensors)
 
 
+@pytest.mark.parametrize("tensor", [torch.randn(4, 3)[1:], torch.tensor(2.0), torch.arange(3), torch.randn(2).to(torch.bfloat16)])
+def test_the_same_memory_in_a_storage_of_its_own_is_freed_by_itself(tensor):
+    freed = []
+    other = tensor_memory.with_own_storage(tensor)
+    assert (other.data_ptr(), other.shape, other.dtype) == (tensor.data_ptr(), tensor.shape, tensor.dtype)
+    assert tensor_memory.storage_key(other) != tensor_memory.storage_key(tensor)
+    reference = tensor_memory.storage_reference(other, freed.append)
+    part = other.detach()
+    del other
+    assert not freed
+    before = tensor.clone()
+    del part
+    assert freed == [reference] and torch.equal(tensor, before)
+
+
 def watched_storage(device):
     freed = []
     parameter = torch.nn.Parameter(torch.randn(4, device=device))

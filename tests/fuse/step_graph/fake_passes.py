@@ -1,0 +1,106 @@
+"""A recorder of passes for machines without CUDA, and a step whose passes it records."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_advisor.fuse.cuda_graph.recording import flat
+from fusion_advisor.fuse.step_graph.step_graph import StepGraph
+from fusion_advisor.runtime.torch_internals import autograd_graphs
+
+
+class FakePasses:
+    """Records a pass: nothing is computed then, and a replay computes on the recorded memory alone.
+
+    Attributes:
+        why_not: what ``refusal`` answers.
+        fails: raised by the next ``record``.
+        recorded: passes.
+        replayed: passes.
+    """
+
+    def __init__(self):
+        self.why_not, self.fails = None, None
+        self.recorded = self.replayed = 0
+
+    def refusal(self):
+        return self.why_not
+
+    def record(self, call):
+        if self.fails is not None:
+            raise self.fails
+        self.recorded += 1
+        state = torch.get_rng_state()
+        results = list(call())
+        torch.set_rng_state(state)  # nothing has run
+        given = {value.untyped_storage().data_ptr() for value in _arguments(call)}
+        own = _own(results, given)
+        for value in own:
+            if value.is_floating_point():
+                flat(value).fill_(float("nan"))
+
+        def replay():
+            self.replayed += 1
+            for old, new in zip(own, _own(call(), given), strict=True):
+                flat(old).copy_(flat(new))
+
+        return replay, results
+
+    def pool_bytes(self):
+        return 1 << 20
+
+
+def _own(results, given):
+    """The results that lie in the graph's own memory."""
+    tensors = [value for value in results if isinstance(value, torch.Tensor)]
+    return [value for value in tensors if value.untyped_storage().data_ptr() not in given]
+
+
+def _arguments(call):
+    """The tensors that a recorded call closes over."""
+    cells = [cell.cell_contents for cell in call.__closure__ or ()]
+    return [one for cell in cells if isinstance(cell, list) for one in cell if isinstance(one, torch.Tensor)]
+
+
+class Launched:
+    """A pass that is not rewritten; counts how often it ran launch by launch."""
+
+    def __init__(self, graph, around=None):
+        self.graph = self.module = graph
+        self.around, self.runs = around, 0
+
+    def take(self, args):
+        return self.run(args) if self.around is None else self.around(args)
+
+    def run(self, args):
+        self.runs += 1
+        return self(*args)
+
+    def __call__(self, *args):
+        return self.graph(*args)
+
+
+class Backend:
+    """A backend of dynamo's with graphs of both passes; the step's graphs are on from the start, if they are at all.
+
+    Attributes:
+        recorder: of all graphs.
+        passes: forward and backward.
+        graphs: of the step.
+    """
+
+    def __init__(self, *, is_on=True):
+        self.recorder, self.passes, self.graphs, self.is_on = FakePasses(), {}, None, is_on
+
+    def __call__(self, graph_module, inputs):
+        def taken(name):
+            def take(graph):
+                self.passes[name] = Launched(graph)
+                return self.passes[name]
+
+            return take
+
+        call = autograd_graphs.with_backward(graph_module, inputs, taken("forward"), taken("backward"))
+        self.graphs = StepGraph(self.passes["forward"], self.passes["backward"], lambda: self.recorder)
+        self.graphs.is_on = self.is_on
+        return call
