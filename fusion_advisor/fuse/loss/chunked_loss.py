@@ -8,6 +8,9 @@ reads and writes the gradient of the weight once more. The other way computes ea
 In float16 the second way is the right one. A GradScaler's factor must be in the gradient of the logits before it is rounded:
 without it most of them are below the smallest float16.
 
+A z-loss is made of each row's logarithm of the sum of exponentials (``torch.logsumexp``). Its share of the logits' gradient is
+known when the backward pass has come to these numbers. So a loss with them takes the second way in every dtype.
+
 In 16 bits the weight gets rows of zeros up to a multiple of eight where it is cast, and their logits are minus infinity. So all
 three products of a chunk have aligned rows, whatever the vocabulary is; cuBLAS runs slower kernels otherwise.
 """
@@ -131,8 +134,10 @@ class _Chunk:
     logits: torch.Tensor
     operands: _Operands
 
-    def losses_and_softmax(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of each row, 0 of one that does not count, and the softmax in the dtype of sums.
+    def losses_sums_and_softmax(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what each row adds to the loss, its logarithm of the sum of exponentials and its softmax, in the dtype of sums.
+
+        A row that does not count adds 0.
 
         The largest share of a row is one divided by the row's sum of exponentials. So no second pass adds these up.
         """
@@ -145,7 +150,8 @@ class _Chunk:
         losses = log_total - (self.logits.gather(1, labels) - highest)
         if others is not None:
             losses = (1 - form.smoothing) * losses - form.smoothing * (others / columns - log_total)
-        return torch.where(self.operands.counted[self.rows], losses.squeeze(1), 0.0), softmax
+        losses = torch.where(self.operands.counted[self.rows], losses.squeeze(1), 0.0)
+        return losses, (highest + log_total).squeeze(1), softmax
 
     def gradient(self, softmax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the logits in their own dtype; their memory and the softmax's are used."""
@@ -155,6 +161,27 @@ class _Chunk:
         softmax[torch.arange(len(softmax), device=softmax.device), operands.labels[self.rows]] -= 1 - share
         scales = torch.where(operands.counted[self.rows], scale, 0.0)[:, None]
         return torch.mul(softmax, scales, out=self.logits)
+
+    def gradient_with_sums(self, softmax: torch.Tensor, scale: torch.Tensor, of_sums: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the logits where the rows' logarithms of sums have gradients too; the same memory is used.
+
+        Args:
+            softmax: of :meth:`losses_sums_and_softmax`.
+            scale: gradient by the loss of one row that counts.
+            of_sums: gradients by the logarithms, (rows of the loss,); rows that do not count have them too.
+        """
+        share, operands = self.operands.form.smoothing, self.operands
+        scales = torch.where(operands.counted[self.rows], scale, 0.0)[:, None]
+        factors, labels = scales + of_sums[self.rows, None], operands.labels[self.rows, None]
+        even = scales * (share / operands.columns)
+        of_labels = softmax.gather(1, labels) * factors - even - (1 - share) * scales
+        if share:
+            softmax.mul_(factors)
+            softmax[:, : operands.columns] -= even
+            self.logits.copy_(softmax)
+        else:
+            torch.mul(softmax, factors, out=self.logits)
+        return self.logits.scatter_(1, labels, of_labels.to(self.logits.dtype))
 
 
 def _widened(parameter: torch.Tensor, form: Form, filler: float) -> torch.Tensor:
@@ -227,7 +254,7 @@ def loss_and_gradients(
         sums, scale = _Sums(operands, asked), operands.unit()
         total = torch.zeros((), dtype=form.wide, device=hidden.device)
         for chunk in operands.chunks():
-            losses, softmax = chunk.losses_and_softmax()
+            losses, _, softmax = chunk.losses_sums_and_softmax()
             total += losses.sum()
             if any(asked):
                 sums.add(chunk, chunk.gradient(softmax, scale))
@@ -235,9 +262,34 @@ def loss_and_gradients(
         return loss, sums.results(weight, bias)
 
 
+def loss_and_log_sums(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, form: Form
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the loss, and the logarithm of the sum of exponentials of each row, whether it counts or not.
+
+    Args:
+        hidden: as for :func:`loss_and_gradients`.
+        weight: likewise.
+        bias: likewise.
+        labels: likewise.
+        form: likewise.
+
+    Returns:
+        The loss as of :func:`loss_and_gradients`, and (rows,) in its dtype.
+    """
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        operands = _Operands.of(hidden, weight, bias, labels, form)
+        total = torch.zeros((), dtype=form.wide, device=hidden.device)
+        log_sums = torch.empty(len(labels), dtype=form.wide, device=hidden.device)
+        for chunk in operands.chunks():
+            losses, log_sums[chunk.rows], _ = chunk.losses_sums_and_softmax()
+            total += losses.sum()
+        return total / operands.counted.sum() if form.reduction == MEAN else total, log_sums
+
+
 def gradients_again(
     of_loss: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-    form: Form, asked: Sequence[bool],
+    form: Form, asked: Sequence[bool], of_sums: torch.Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """Compute the logits of each chunk again, and the gradients for a gradient of the loss.
 
@@ -249,10 +301,15 @@ def gradients_again(
         labels: likewise.
         form: likewise.
         asked: likewise.
+        of_sums: gradients of the rows' logarithms of sums, (rows,); None where the loss is all that is read.
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         operands = _Operands.of(hidden, weight, bias, labels, form)
         sums, scale = _Sums(operands, asked), operands.unit() * of_loss
         for chunk in operands.chunks():
-            sums.add(chunk, chunk.gradient(torch.softmax(chunk.logits, -1, dtype=form.wide), scale))
+            softmax = torch.softmax(chunk.logits, -1, dtype=form.wide)
+            if of_sums is None:
+                sums.add(chunk, chunk.gradient(softmax, scale))
+            else:
+                sums.add(chunk, chunk.gradient_with_sums(softmax, scale, of_sums))
         return sums.results(weight, bias)

@@ -5,15 +5,14 @@ backward pass needs follows from the one op that takes its place. In the two gra
 spread over both, other ones for each reduction, label smoothing and dtype.
 
 Between the two layers there may be casts to a wider dtype, views and slices of rows. The last two are then made of the linear
-layer's input.
+layer's input. Next to the loss ``logsumexp`` may read the same rows, for a z-loss.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +20,10 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 
 from fusion_advisor.fuse.loss.chunked_loss import MEAN, SUM
+from fusion_advisor.fuse.loss.find_log_sums import LogSums, find_log_sums, why_no_log_sums
+from fusion_advisor.fuse.loss.row_steps import is_step
 
 _LINEAR, _LOSS = torch.nn.functional.linear, functional.cross_entropy
-_CASTS = frozenset(["float", "double", "to", "type"])
-_SAME = frozenset(["contiguous", "clone"])
-_VIEWS = frozenset(["view", "reshape", "flatten"])
-_VIEW_FUNCTIONS = (torch.reshape, torch.flatten)
 _REDUCTIONS = {"mean": MEAN, "sum": SUM}
 _SIGNATURE = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _DEFAULTS = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
@@ -42,6 +39,7 @@ class LossSite:
         loss: the cross-entropy.
         given: its arguments by name.
         returned: logits that the graph returns, as they are or after some of the steps.
+        log_sums: reads the logits too, each row's logarithm of the sum of exponentials.
         refusal: why the pair cannot be computed in chunks; empty where it can, apart from what is returned.
     """
 
@@ -50,6 +48,7 @@ class LossSite:
     loss: Node
     given: dict[str, Any]
     returned: tuple[Node, ...] = ()
+    log_sums: LogSums = field(default_factory=LogSums)
     refusal: str = ""
 
     @property
@@ -78,18 +77,18 @@ def _site_of(loss: Node) -> LossSite | None:
     steps: list[Node] = []
     node = given["input"]
     while isinstance(node, Node) and node.target is not _LINEAR:
-        if not _is_step(node):
+        if not is_step(node):
             return None if not _comes_from_linear(node) else _refused(node, steps, loss, given)
         steps.insert(0, node)
         node = node.args[0]
     if not isinstance(node, Node):
         return None
-    path = [node, *steps]
-    readers = [(one, user) for one in path for user in one.users if user not in (*steps, loss)]
+    path, log_sums = [node, *steps], find_log_sums(node, steps, loss)
+    known = {*steps, loss, *log_sums.steps, *log_sums.nodes}
+    readers = [(one, user) for one in path for user in one.users if user not in known]
     returned = tuple(dict.fromkeys(one for one, user in readers if user.op == "output"))
-    site = LossSite(linear=node, steps=tuple(steps), loss=loss, given=given, returned=returned)
-    refusal = _why_not(site, [user for _, user in readers if user.op != "output"])
-    return LossSite(linear=node, steps=tuple(steps), loss=loss, given=given, returned=returned, refusal=refusal)
+    site = LossSite(linear=node, steps=tuple(steps), loss=loss, given=given, returned=returned, log_sums=log_sums)
+    return replace(site, refusal=_why_not(site, [user for _, user in readers if user.op != "output"]))
 
 
 def _comes_from_linear(node: Node) -> bool:
@@ -116,40 +115,6 @@ def _name(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _is_step(node: Node) -> bool:
-    """Whether an op can be made of the linear layer's input instead: it moves whole rows, or casts to a wider dtype."""
-    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if source is None or not isinstance(before := source.meta.get("example_value"), torch.Tensor):
-        return False
-    after = node.meta.get("example_value")
-    if not isinstance(after, torch.Tensor) or after.dim() == 0 or after.shape[-1] != before.shape[-1]:
-        return False
-    if node.op == "call_method" and node.target in _CASTS:
-        is_wider = after.is_floating_point() and after.element_size() >= before.element_size()
-        return is_wider and after.shape == before.shape and after.device == before.device
-    if after.dtype != before.dtype:
-        return False
-    if node.op == "call_method" and node.target in _SAME:
-        return True
-    if (node.op == "call_method" and node.target in _VIEWS) or node.target in _VIEW_FUNCTIONS:
-        return True
-    return node.target is operator.getitem and _takes_whole_rows(node.args[1], before.dim())
-
-
-def _takes_whole_rows(index: Any, dims: int) -> bool:
-    """Whether an index takes slices of the leading dims and all of the last."""
-    items = index if isinstance(index, tuple) else (index,)
-    if any(item is not Ellipsis and not isinstance(item, slice) for item in items):
-        return False
-    if any(isinstance(bound, Node) for item in items if isinstance(item, slice) for bound in (item.start, item.stop, item.step)):
-        return False
-    if Ellipsis not in items:
-        items = (*items, Ellipsis)
-    at = items.index(Ellipsis)
-    every = (*items[:at], *(slice(None),) * (dims - len(items) + 1), *items[at + 1 :])
-    return len(every) == dims and every[-1] == slice(None)
-
-
 def _why_not(site: LossSite, readers: Sequence[Node]) -> str:
     given, labels = site.given, site.given["target"]
     if readers:
@@ -171,7 +136,7 @@ def _why_not(site: LossSite, readers: Sequence[Node]) -> str:
         return "an argument of the loss is computed"
     if written := next(_writes_between(site.linear, site.loss), None):
         return f"`{_name(written)}` stands between the logits and the loss"
-    return ""
+    return why_no_log_sums(site.log_sums, site.loss, labels)
 
 
 def _writes_between(first: Node, last: Node) -> Iterator[Node]:

@@ -40,12 +40,21 @@ def _(
     asked = rest[-1]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     made = _NOTHING if is_computed_again(dtype) else asked
-    return hidden.new_empty((), dtype=wide), *_empty(hidden, weight, bias, dtype, made)
+    return hidden.new_empty((), dtype=wide), *empty_gradients(hidden, weight, bias, dtype, made)
 
 
-def _empty(
+def empty_gradients(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, asked: Sequence[bool]
 ) -> Gradients:  # fmt: skip
+    """Return the gradients' shapes and dtypes for torch's traces: of hidden in the logits' dtype, (0,) for what was not asked.
+
+    Args:
+        hidden: (rows, width).
+        weight: (columns, width).
+        bias: (columns,) or None.
+        dtype: of the logits.
+        asked: which of the three ask for a gradient.
+    """
     of_hidden, of_weight, of_bias = asked
     return (
         hidden.new_empty(hidden.shape if of_hidden else (0,), dtype=dtype),
@@ -68,7 +77,7 @@ def _(
     _of_loss: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _labels: torch.Tensor,
     dtype: torch.dtype, *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _empty(hidden, weight, bias, dtype, rest[-1])
+    return empty_gradients(hidden, weight, bias, dtype, rest[-1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

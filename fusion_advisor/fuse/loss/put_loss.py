@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fusion_advisor.fuse.loss.find_log_sums import made_late, place_of
 from fusion_advisor.fuse.loss.find_loss import LossSite
+from fusion_advisor.fuse.loss.log_sums_op import linear_cross_entropy_and_log_sums
 from fusion_advisor.fuse.loss.loss_op import linear_cross_entropy
 
 
@@ -67,7 +69,12 @@ def _put(graph: Graph, site: LossSite, copies: dict[Node, Node]) -> None:
     hidden, value = given["input"], site.linear.meta["example_value"]
     assert isinstance(hidden, Node)
     width = hidden.meta["example_value"].shape[-1]
-    with graph.inserting_before(loss):
+    labels = site.given["target"]
+    place = copies[place_of(site.log_sums, site.loss)]
+    for node in made_late(site.log_sums, site.loss, labels):
+        place.prepend(copies[node])
+    log_sums = [copies[node] for node in site.log_sums.nodes]
+    with graph.inserting_before(place):
         before = value
         for step in site.steps:
             after = step.meta["example_value"]
@@ -76,15 +83,28 @@ def _put(graph: Graph, site: LossSite, copies: dict[Node, Node]) -> None:
             elif after.shape != before.shape:
                 hidden = graph.call_function(torch.reshape, (hidden, (*after.shape[:-1], width)))
             before = after
-        labels = site.given["target"]
         chunked = graph.call_function(
-            linear_cross_entropy,
+            linear_cross_entropy_and_log_sums if log_sums else linear_cross_entropy,
             (
                 hidden, given["weight"], given.get("bias"), copies[labels], value.dtype, loss.meta["example_value"].dtype,
                 site.reduction, site.given["ignore_index"], site.given["label_smoothing"],
             ),
         )  # fmt: skip
+        if log_sums:
+            chunked, sums = (graph.call_function(operator.getitem, (chunked, number)) for number in (0, 1))
+            _replace_log_sums(graph, log_sums, sums)
     chunked.meta = dict(loss.meta)
     loss.replace_all_uses_with(chunked)
-    for node in (loss, *(copies[step] for step in reversed(site.steps)), linear):
+    branches = (copies[step] for step in reversed(site.log_sums.steps))
+    for node in (loss, *log_sums, *branches, *(copies[step] for step in reversed(site.steps)), linear):
         graph.erase_node(node)
+
+
+def _replace_log_sums(graph: Graph, log_sums: Sequence[Node], sums: Node) -> None:
+    """Put the rows' numbers, in each call's shape and dtype, in place of calls of ``logsumexp``."""
+    for node in log_sums:
+        value = node.meta["example_value"]
+        shaped = graph.call_function(torch.reshape, (sums, tuple(value.shape)))
+        cast = graph.call_method("to", (shaped, value.dtype))
+        cast.meta = dict(node.meta)
+        node.replace_all_uses_with(cast)

@@ -76,7 +76,10 @@ def chunk_inside(node: Node) -> int:
     Args:
         node: of a graph of AOTAutograd's.
     """
-    first = {"fusion_advisor::linear_cross_entropy": 0, "fusion_advisor::linear_cross_entropy_backward": 1}
+    first = {
+        "fusion_advisor::linear_cross_entropy": 0, "fusion_advisor::linear_cross_entropy_backward": 1,
+        "fusion_advisor::linear_cross_entropy_and_log_sums": 0, "fusion_advisor::linear_cross_entropy_and_log_sums_backward": 2,
+    }  # fmt: skip
     name = next((name for name in first if is_op(node, name)), None)
     if name is None:
         return 0

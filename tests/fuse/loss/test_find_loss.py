@@ -82,7 +82,32 @@ def flattened(logits, labels):
     return functional.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten())
 
 
-FORMS = {one.__name__: one for one in (plain, shifted, padded, module, flattened)}
+def palm(logits, labels):
+    return plain(logits, labels) + 1e-2 * torch.logsumexp(logits.float(), dim=-1).square().mean()
+
+
+def olmo(logits, labels):
+    """The logarithms come first, of rows as they are; rows without a label count in neither sum."""
+    logits, labels = logits.view(-1, COLUMNS), labels.view(-1)
+    is_counted = labels != -100
+    squares = logits.logsumexp(-1).pow(2)
+    return flat(logits, labels) + 1e-2 * (squares * is_counted).sum() / is_counted.sum()
+
+
+def sums_first(logits, labels):
+    """The labels' view is made after the logarithms."""
+    z = 1e-2 * logits.logsumexp(-1, keepdim=True).square().mean()
+    return flat(logits.view(-1, COLUMNS), labels.view(-1)) + z
+
+
+def sums_of_shifted(logits, labels):
+    shift_logits, shift_labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    z, width = shift_logits.double().logsumexp([-1]).square().sum(), shift_logits.size(-1)
+    return flat(shift_logits.view(-1, width), shift_labels.view(-1), reduction="sum") + 1e-2 * z
+
+
+WITH_SUMS = (palm, olmo, sums_first, sums_of_shifted)
+FORMS = {one.__name__: one for one in (plain, shifted, padded, module, flattened, *WITH_SUMS)}
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -92,9 +117,12 @@ def test_a_loss_is_found_in_each_form_and_computed_in_chunks(name, has_bias):
     model = Head(FORMS[name], has_bias=has_bias)
     graph, inputs = captured(model, *batch())
     (site,) = find_losses(graph.graph)
-    assert (site.refusal, site.returned) == ("", ())
+    assert (site.refusal, site.returned, len(site.log_sums.nodes)) == ("", (), FORMS[name] in WITH_SUMS)
     found = with_chunked_losses(graph, [site])
-    assert not any(node.target in (functional.linear, functional.cross_entropy) for node in found.module.graph.nodes)
+    assert not any(
+        node.target in (functional.linear, functional.cross_entropy, torch.logsumexp, "logsumexp")
+        for node in found.module.graph.nodes
+    )
     model.double()
     wide = [one.double() if one.is_floating_point() else one for one in inputs]
     grads = []
@@ -138,7 +166,28 @@ def written(logits, labels):
     return plain(logits, labels)
 
 
+def sums_of_other_rows(logits, labels):
+    return shifted(logits, labels) + logits.logsumexp(-1).square().mean()
+
+
+def sums_of_positions(logits, labels):
+    return plain(logits, labels) + logits.logsumexp(1).square().mean()
+
+
+def sums_in_the_labels(logits, labels):
+    flat_labels = (labels.view(-1) * (logits.logsumexp(-1).view(-1) < 100)).clamp(min=0)
+    return functional.cross_entropy(logits.view(-1, COLUMNS), flat_labels)
+
+
+def sums_before_the_labels(logits, labels):
+    z = logits.logsumexp(-1).square().mean()
+    return functional.cross_entropy(logits.view(-1, COLUMNS), labels.view(-1).clamp(min=0)) + z
+
+
 REFUSED = {
+    sums_of_other_rows: "`logsumexp` reads other rows of the logits than the loss",
+    sums_of_positions: "`logsumexp` reads the logits too", sums_in_the_labels: "the labels are computed after `logsumexp`",
+    sums_before_the_labels: "the labels are computed after `logsumexp`",
     reads_too: "`square` reads the logits too", capped: "`mul` changes the logits before the loss",
     weighed: "the loss weighs its classes", unreduced: "the loss is not reduced to one number",
     of_classes: "`getitem` changes the logits before the loss", soft: "the labels are not one int64 for each row",

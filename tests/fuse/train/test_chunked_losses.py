@@ -29,13 +29,13 @@ KEPT = Status.KEPT
 class Speaker(nn.Module):
     """An embedding, a layer and a head; the loss is all that it returns, unless it is asked for the logits."""
 
-    def __init__(self, *, is_tied=False, dropout=0.0, is_checkpointed=False, returns_logits=False):
+    def __init__(self, *, is_tied=False, dropout=0.0, is_checkpointed=False, returns_logits=False, z=0.0):
         super().__init__()
         self.embedding, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.dropout, self.head = nn.Dropout(dropout), nn.Linear(WIDTH, WORDS, bias=False)
         if is_tied:
             self.head.weight = self.embedding.weight
-        self.is_checkpointed, self.returns_logits = is_checkpointed, returns_logits
+        self.is_checkpointed, self.returns_logits, self.z = is_checkpointed, returns_logits, z
 
     def body(self, words):
         return self.dropout(functional.gelu(self.layer(self.embedding(words))))
@@ -44,6 +44,8 @@ class Speaker(nn.Module):
         hidden = checkpoint(self.body, words, use_reentrant=False) if self.is_checkpointed else self.body(words)
         logits = self.head(hidden)
         loss = functional.cross_entropy(logits.float().view(-1, WORDS), labels.view(-1))
+        if self.z:
+            loss = loss + self.z * logits.float().logsumexp(-1).square().mean()
         return (loss, logits) if self.returns_logits else loss
 
 
@@ -81,7 +83,7 @@ def widest(graph):
     return max((value.numel() for value in values if value.dim() and value.shape[-1] == WORDS), default=0)
 
 
-@pytest.mark.parametrize("kind", [{}, {"is_tied": True}, {"is_checkpointed": True}], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"is_tied": True}, {"is_checkpointed": True}, {"z": 0.05}], ids=str)
 def test_gradients_are_eagers_and_no_pass_holds_the_logits(kind):
     model, plain, compiled, backend = made(**kind)
     for factor in (1.0, 1.0, 0.25):  # gradients add up
@@ -157,9 +159,10 @@ def test_all_rows_ignored_gives_nan_and_no_gradient():
     assert backend.row.status is KEPT and not model.head.weight.grad.any()
 
 
+@pytest.mark.parametrize("z", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_under_autocast_with_a_scaled_loss(dtype):
-    model, plain, compiled, backend = made()
+def test_under_autocast_with_a_scaled_loss(dtype, z):
+    model, plain, compiled, backend = made(z=z)
     for one, call in ((model, compiled), (plain, plain)):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
@@ -206,7 +209,26 @@ def wrong(chunked_loss):
     chunked_loss.module.recompile()
 
 
-def judged(times=None, plant=lambda _: None):
+def without_z_loss(chunked_loss):
+    """The graph returns the cross-entropy alone."""
+    graph = chunked_loss.module.graph
+    (output,) = graph.find_nodes(op="output")
+    (total,) = output.all_input_nodes
+    output.replace_input_with(total, total.args[0])
+    chunked_loss.module.recompile()
+
+
+def without_gradient_of_z_loss(chunked_loss):
+    """The loss is right, and the backward pass leaves out its last term."""
+    graph = chunked_loss.module.graph
+    (output,) = graph.find_nodes(op="output")
+    (total,) = output.all_input_nodes
+    with graph.inserting_before(total):
+        total.replace_input_with(total.args[1], graph.call_method("detach", (total.args[1],)))
+    chunked_loss.module.recompile()
+
+
+def judged(times=None, plant=lambda _: None, **kind):
     """The row of a graph whose loss in chunks is planted, or timed by planted clocks."""
     rows = []
 
@@ -224,7 +246,7 @@ def judged(times=None, plant=lambda _: None):
         return rows[-1]
 
     torch.manual_seed(0)
-    model = Speaker()
+    model = Speaker(**kind)
     plain = copy.deepcopy(model)
     torch.compile(model, backend=backend, dynamic=False)(*batch()).backward()
     plain(*batch()).backward()
@@ -237,8 +259,10 @@ def unchanged(region, options, check=None):
     return region.original.forward
 
 
-def test_a_wrong_loss_is_refused():
-    graph = judged(plant=wrong)
+@pytest.mark.parametrize("z", [0.05, 1e-4])
+@pytest.mark.parametrize("plant", [wrong, without_z_loss, without_gradient_of_z_loss])
+def test_a_wrong_loss_is_refused(plant, z):
+    graph = judged(plant=plant, z=z)
     assert graph.outcome.step_rows[0].status is Status.WRONG_NUMBERS and graph.outcome.reason
     assert "too far from float64" in graph.outcome.step_rows[0].reason
 

@@ -1,4 +1,7 @@
-"""Wrong passes, planted: each is refused, and the model trains with its own ops."""
+"""Wrong passes, planted: each is refused, and the model trains with its own ops.
+
+Plants of a loss in chunks, a z-loss that is left out among them, are in ``test_chunked_losses.py``.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,9 @@ PLANTS = {
     "a weight's gradient is zero": changed((WIDTH,), torch.zeros_like),
     "a sum runs over half of the rows": changed((2 * WIDTH,), lambda gradient: gradient / 2),
     "one element is wrong": changed((WIDTH,), lambda gradient: gradient.index_fill(0, torch.tensor([7]), 1.0)),
-    "wrong axis": changed((2 * WIDTH, WIDTH), lambda gradient: gradient.flip(0)),
+    "wrong axis": changed((2 * WIDTH, WIDTH), lambda gradient: gradient.t().reshape(2 * WIDTH, WIDTH)),
+    "columns are exchanged": changed((2 * WIDTH, WIDTH), lambda gradient: gradient.flip(0)),
+    "a sum runs over the wrong dim and is broadcast": changed((2 * WIDTH,), lambda gradient: gradient.mean().expand(2 * WIDTH)),
     "two weights' gradients are exchanged": swapped,
     "a thousandth too much": changed((WIDTH, 2 * WIDTH), lambda gradient: gradient * 1.001),
     "double count": changed((2 * WIDTH, WIDTH), lambda gradient: 2 * gradient),

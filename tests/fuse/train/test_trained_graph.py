@@ -120,15 +120,16 @@ def test_where_the_wide_ops_do_not_fit_both_passes_as_they_were_traced_are_the_t
     assert [(one.oracle, one.is_passed) for one in found] == [("float64", True)]
 
 
-def test_gradients_add_up_until_they_are_set_to_none(made, x):
+@pytest.mark.parametrize("is_none", [True, False])
+def test_gradients_add_up_until_they_are_set_to_zero_or_none(made, x, is_none):
     model, plain, compiled, _ = made
     for _ in range(3):
         step(compiled, x)
         step(plain, x)
     compare(gradients(model), gradients(plain))
-    model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=is_none)
     step(compiled, 2 * x)
-    plain.zero_grad(set_to_none=True)
+    plain.zero_grad(set_to_none=is_none)
     step(plain, 2 * x)
     compare(gradients(model), gradients(plain))
 

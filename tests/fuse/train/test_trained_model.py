@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutput
 
 import fusion_advisor as fa
 from fusion_advisor.errors import CannotCopy
@@ -239,11 +240,12 @@ def test_steps_keep_no_memory_and_a_reverted_model_is_freed(x):
     assert weight() is None
 
 
-def test_autocast_around_apply_is_what_is_verified(x):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_around_apply_is_what_is_verified(dtype, x):
     torch.manual_seed(0)
     model = Block().train()
     plain = copy.deepcopy(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=dtype):
         fused = applied(model, (x,))
         ours, theirs = model(x).square().mean(), plain(x).square().mean()
     ours.backward()
@@ -291,6 +293,30 @@ def trained_beside_eager(model, inputs, plain, steps=4):
     torch.testing.assert_close(torch.stack(losses[:steps]), torch.stack(losses[steps:]), rtol=1e-5, atol=1e-6)
     compare(gradients(model), gradients(plain), rtol=1e-3, atol=1e-3)
     return fused
+
+
+class WithZLoss(nn.Module):
+    """A causal language model of transformers, with the z-loss of its logits added by the caller."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, labels, use_cache):
+        result = self.model(input_ids=input_ids, labels=labels, use_cache=use_cache)
+        z_loss = torch.logsumexp(result.logits.float(), dim=-1).square().mean()
+        return CausalLMOutput(loss=result.loss + 1e-2 * z_loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_z_loss_of_the_logits_of_transformers_is_served_in_chunks(name):
+    torch.manual_seed(0)
+    model = WithZLoss(MODELS[name]()).train()
+    fused = trained_beside_eager(model, [batch(name, number, range(4)) for number in range(3)], copy.deepcopy(model))
+    (row,) = (row for row in fused.report.rewrites if row.id == "linear-cross-entropy")
+    assert row.status.value == "kept" and row.saved_bytes > 0
+    torch.compiler.reset()
 
 
 @pytest.mark.slow
