@@ -10,6 +10,7 @@ from pathlib import Path
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.collect import in_its_place
 from fusion_advisor.export.export import check_export, package_name
+from fusion_advisor.export.extension.files import extension_context, extension_files
 from fusion_advisor.export.hub_kernels.layers import Layer, layer_of_place
 from fusion_advisor.export.kernel_files.files import kernel_files, ops_context, rendered
 from fusion_advisor.export.kernel_ops import KernelOp
@@ -18,6 +19,7 @@ from fusion_advisor.export.patch.frames import NotExpressed
 from fusion_advisor.export.patch.patch import NO_CHAIN, PatchedPlace, other_rewrites, places_context, places_of
 from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.records import Report
 from fusion_advisor.workload.load import LoadedWorkload
 
 
@@ -48,7 +50,8 @@ def export_kernels(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, fo
         raise CannotExport(detail=reason)
     places, layers, reasons = layers_of(sites)
     left_out = (*reasons, *other_rewrites(saved))
-    write_folder(_files(list(ops.values()), places, layers, left_out, saved, package_name(folder)), folder, force=force)
+    found = (places, layers, left_out)
+    write_folder(repository_files(list(ops.values()), *found, saved.report, package_name(folder)), folder, force=force)
     return left_out
 
 
@@ -77,14 +80,25 @@ def layers_of(sites: Sequence[PatchSite]) -> tuple[list[PatchedPlace], list[Laye
     return found, layers, tuple(reasons)
 
 
-def _files(
-    ops: Sequence[KernelOp], places: Sequence[PatchedPlace], layers: Sequence[Layer], left_out: Sequence[str], saved: SavedPlan,
+def repository_files(
+    ops: Sequence[KernelOp], places: Sequence[PatchedPlace], layers: Sequence[Layer], left_out: Sequence[str], report: Report,
     name: str,
 ) -> dict[str, bytes]:  # fmt: skip
-    context = ops_context(ops, saved.report, name) | {
+    """Return the content of each file of a repository, by its path.
+
+    Args:
+        ops: its kernels.
+        places: that are layers.
+        layers: in the same order.
+        left_out: sentences about what is no layer or not in the repository.
+        report: of the run.
+        name: of the package, an identifier.
+    """
+    context = ops_context(ops, report, name) | {
         "places": places_context(places), "layers": layers, "left_out": left_out, "below": ' / "torch-ext"',
         "kernel_name": name.replace("_", "-").strip("-"),
     }  # fmt: skip
+    context |= extension_context(ops, context, report.environment.capability)
     modules = {
         "__init__.py": rendered("export/hub_kernels/__init__.py", context),
         "layers.py": rendered("export/hub_kernels/layers.py", context),
@@ -92,6 +106,8 @@ def _files(
         "sites.py": rendered("export/patch/sites.py", context),
         **kernel_files(ops, context, ""),
     }
+    if context["launches"]:
+        modules["_extension.py"] = rendered("export/extension/_extension.py", context)
     variant = f"build/torch-{context['device']}"
     files = {
         "README.md": rendered("export/hub_kernels/README.md", context),
@@ -101,6 +117,7 @@ def _files(
         f"{variant}/metadata.json": _metadata(modules, str(context["kernel_name"]), str(context["device"])),
     }
     files |= {f"tests/references/{op.name}.py": op.reference.encode() for op in ops}
+    files |= extension_files(ops, context)
     files |= {f"torch-ext/{name}/{path}": content for path, content in modules.items()}
     return files | {f"{variant}/{path}": content for path, content in modules.items()}
 
