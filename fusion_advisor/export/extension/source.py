@@ -118,6 +118,7 @@ def native_op(op: KernelOp, launches: Sequence[NativeLaunch]) -> dict[str, Any]:
         "inputs": [_laid(name, meta) for name, meta in op.inputs],
         "outputs": [_laid(name, meta) for name, meta in op.outputs],
         "launches": [one.function for one in launches], "alignment": alignment,
+        "is_for_one_arch": op.rendered.is_for_one_arch,
         # an op with one launch is given copies where tensors are not aligned
         "asked_alignment": alignment if len(launches) == 1 else 1,
     }  # fmt: skip

@@ -34,8 +34,8 @@ def meta(shape, dtype):
     return TensorMeta(shape=shape, stride=torch.empty(shape, device="meta").stride(), dtype=dtype, device="cuda")
 
 
-def chain(title, program, inputs, outputs, in_place=(), taken=()):
-    """Return the op of a chain with a CUDA C++ kernel.
+def chain(title, program, inputs, outputs, in_place=(), taken=(), language="cuda"):
+    """Return the op of a chain.
 
     Args:
         title: of the kernel.
@@ -44,8 +44,9 @@ def chain(title, program, inputs, outputs, in_place=(), taken=()):
         outputs: layouts.
         in_place: positions of outputs that it is given.
         taken: names of other ops.
+        language: of its kernel.
     """
-    rendered = backend("cuda").render(program, header(title), tuning=Tuning(), fast_math=False)
+    rendered = backend(language).render(program, header(title), tuning=Tuning(), fast_math=False)
     return chain_op(OpSource(program, header(title), "F1"), rendered, inputs, outputs, taken, in_place)
 
 
