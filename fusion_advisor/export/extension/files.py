@@ -1,4 +1,4 @@
-"""The extension's files in a kernel repository: kernels, launches, ops, the script that builds them, and its sections of build.toml."""
+"""The extension's files in a kernel repository: kernels, launches, ops, the script that builds them, sections of build.toml."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def extension_context(ops: Sequence[KernelOp], context: Mapping[str, Any], capab
     native = in_extension(ops)
     by_op = {op.name: launches_of(op, arch) for op in native}
     launches = [launch for op in native for launch in by_op[op.name]]
-    rows = [
-        {**row, "register": "extension_op"} if op.name in by_op else row for row, op in zip(context["ops"], ops, strict=True)
-    ]
+    rows = [{**row, "register": "extension_op"} if op.name in by_op else row for row, op in zip(context["ops"], ops, strict=True)]
     return {
         "ops": rows, "native_ops": [native_op(op, by_op[op.name]) for op in native], "launches": launches, "arch": arch,
         "sections": _sections(launches, str(context["name"])), "library_kind": "FRAGMENT" if launches else "DEF",
@@ -43,9 +41,7 @@ def extension_files(ops: Sequence[KernelOp], context: Mapping[str, Any]) -> dict
     if not context["launches"]:
         return {}
     name = context["name"]
-    files = {
-        f"csrc/{op.rendered.entry}.cuh": f"#pragma once\n\n{op.rendered.source}".encode() for op in in_extension(ops)
-    }
+    files = {f"csrc/{op.rendered.entry}.cuh": f"#pragma once\n\n{op.rendered.source}".encode() for op in in_extension(ops)}
     for launch in context["launches"]:
         facts = launch.facts | {
             "function": launch.function, "op": launch.op, "note": launch.note, "entry": launch.entry, "header": launch.header,

@@ -1,4 +1,4 @@
-"""What the extension's C++ is printed from: ops with the layouts in which they were checked, and one launch for each way to launch."""
+"""What the extension's C++ is printed from: ops with the layouts in which they were checked, and the launches of each."""
 
 from __future__ import annotations
 
@@ -118,6 +118,7 @@ def native_op(op: KernelOp, launches: Sequence[NativeLaunch]) -> dict[str, Any]:
         "inputs": [_laid(name, meta) for name, meta in op.inputs],
         "outputs": [_laid(name, meta) for name, meta in op.outputs],
         "launches": [one.function for one in launches], "alignment": alignment,
+        "sizes": ", ".join(f"{name} {' × '.join(map(str, meta.shape))}" for name, meta in op.inputs),
         "is_for_one_arch": op.rendered.is_for_one_arch,
         # an op with one launch is given copies where tensors are not aligned
         "asked_alignment": alignment if len(launches) == 1 else 1,

@@ -12,6 +12,7 @@ from fusion_advisor.export.collect import in_its_place
 from fusion_advisor.export.export import check_export, package_name
 from fusion_advisor.export.extension.files import extension_context, extension_files
 from fusion_advisor.export.hub_kernels.layers import Layer, layer_of_place
+from fusion_advisor.export.hub_kernels.linears import linear_functions
 from fusion_advisor.export.kernel_files.files import kernel_files, ops_context, rendered
 from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.export.patch.collect import PatchSite, in_own_layout, patch_sites
@@ -44,14 +45,17 @@ def export_kernels(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, fo
     """
     check_export(saved, folder, force=force)
     sites = in_its_place(loaded, saved, lambda: patch_sites(loaded, in_own_layout(saved)))
-    ops = {one.op.name: one.op for one in sites if one.op is not None}
+    chains = {one.op.name: one.op for one in sites if one.op is not None}
+    ops = list(chains.values())
+    if saved.linears:  # the model is captured once more: these kernels stand on rewrites that the source does not have
+        ops += in_its_place(loaded, saved, lambda: linear_functions(loaded, saved, ops))
     if not ops:
         reason = f"no kept kernel can be an op: {sites[0].reason}" if sites else NO_CHAIN
         raise CannotExport(detail=reason)
     places, layers, reasons = layers_of(sites)
-    left_out = (*reasons, *other_rewrites(saved))
+    left_out = (*reasons, *other_rewrites(saved, {op.fusion_id for op in ops}))
     found = (places, layers, left_out)
-    write_folder(repository_files(list(ops.values()), *found, saved.report, package_name(folder)), folder, force=force)
+    write_folder(repository_files(ops, *found, saved.report, package_name(folder)), folder, force=force)
     return left_out
 
 

@@ -68,7 +68,9 @@ def ops():
         chain("gelu_tanh", programs.gelu_tanh((1001,)), [meta((1001,), "float32")], [meta((1001,), "float32")]),
         chain("rmsnorm", programs.rmsnorm(4, 24, "bfloat16"), [x, meta((24,), "bfloat16")], [x]),
         chain("add_layernorm", programs.add_layernorm(4, 24, "bfloat16"), [x, x, *[meta((24,), "bfloat16")] * 2], [x, x]),
-        chain("rope_qk", rope, [one for operand, one in named if not operand.is_output], [one for o, one in named if o.is_output]),
+        chain(
+            "rope_qk", rope, [one for operand, one in named if not operand.is_output], [one for o, one in named if o.is_output]
+        ),
         gated(),
     ]
 
