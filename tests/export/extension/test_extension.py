@@ -1,7 +1,7 @@
-"""A kernel repository's extension on torch's stable ABI: its files, its build by nvcc or a planted one, its ops, what they refuse.
+"""A kernel repository's extension on torch's stable ABI: files, a build by nvcc or a planted one, ops, what they refuse.
 
-One build loads in several versions of torch. The exported test, which this one runs, shows it: with one library, built by nvcc 13.0
-against the headers of torch 2.10, it passed in torch 2.10 (CUDA 12.8), 2.11 and 2.12 (CUDA 13.0) and 2.13 (CPU).
+One build loads in several versions of torch. The exported test, which this one runs, shows it: a library that nvcc 13.0 built
+against the headers of torch 2.10 passed it in torch 2.10 (CUDA 12.8), 2.11 and 2.12 (CUDA 13.0) and 2.13 (CPU).
 """
 
 from __future__ import annotations
