@@ -58,6 +58,8 @@ def why_not(op: KernelOp) -> str:
         return "a Triton kernel: Triton compiles it in Python, and there is no CUDA C++ of it"
     if op.rendered.suffix != ".cu":
         return "C++ for the CPU, which the system's compiler builds at its first use"
+    if not op.inputs:
+        return "it reads no tensor, whose GPU it could run on"
     if op.in_place:
         return "it writes into tensors that it is given"
     if op.carried is not None:

@@ -12,11 +12,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fusion_advisor.codegen.cuda.nvrtc import find_nvcc
 from fusion_advisor.export.extension.source import launches_of, why_not
+from fusion_advisor.export.hub_kernels.linears import in_cuda
+from fusion_advisor.export.patch.patch import other_rewrites
 from fusion_advisor.files.whole_folder import write_folder
 from tests.export.extension import native, planted_nvcc
 from tests.kernel_cases import programs
@@ -123,3 +126,18 @@ def test_without_cuda_kernels_there_is_no_extension():
     files = native.files([triton])
     assert "[torch-noarch]" in files["build.toml"].decode()
     assert not any(file.startswith("csrc") or file == "build.py" or file.endswith("_extension.py") for file in files)
+
+
+def test_linears_in_cuda_become_functions_and_others_stay_with_a_sentence():
+    forms = {"G1": "cuda_wgmma", "G2": "cuda_fma", "G3": "cuda_cublas", "G4": "triton_dot"}
+    linears = [
+        SimpleNamespace(id=name, sites=(), source=SimpleNamespace(config=SimpleNamespace(form=form)))
+        for name, form in forms.items()
+    ]
+    linears.append(SimpleNamespace(id="G5", sites=(), source=None))
+    assert [one.id for one in in_cuda(linears)] == ["G1", "G2"]
+    rows = [SimpleNamespace(id=one.id, kernel="gate_up") for one in linears]
+    saved = SimpleNamespace(linears=rows, sums=(), rewrites={})
+    said = other_rewrites(saved, {"G1", "G2"})
+    assert [line.split()[0] for line in said] == ["G3", "G4", "G5"]
+    assert all("linear layer is not exported" in line for line in said)
