@@ -116,8 +116,8 @@ def kernel_ops(bench: Bench, fusions: Sequence[BuiltFusion]) -> KernelOps:
             key = (rendered.source, repr(fusion.planned.program), *map(layout_key, inputs), None, *map(layout_key, outputs))
             if key not in made:
                 taken = {op.name for op in made.values()}
-                source = _Source(fusion.planned.program, fusion.planned.header, site.fusion_id, fusion.kernel.fast_math)
-                made[key] = with_own_file(_op(source, rendered, inputs, outputs, taken, in_place), made.values())
+                source = OpSource(fusion.planned.program, fusion.planned.header, site.fusion_id, fusion.kernel.fast_math)
+                made[key] = with_own_file(chain_op(source, rendered, inputs, outputs, taken, in_place), made.values())
             by_call[id(site.call)] = made[key]
     return KernelOps(ops=tuple(made.values()), by_call=by_call)
 
@@ -160,8 +160,8 @@ def _rendered(fusion: BuiltFusion) -> Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """What a kernel is rendered from."""
+class OpSource:
+    """What a chain's kernel is rendered from."""
 
     program: Program
     header: Header
@@ -185,16 +185,29 @@ def with_copies(ops: KernelOps, graph: Graph) -> KernelOps:
             program, header = copy_program(copy.layout)
             parameters = copy.kernel.parameters
             rendered = backend(copy.kernel.backend).render(program, header, tuning=parameters, fast_math=False)
-            made[key] = _op(_Source(program, header, copy.made_for), rendered, [copy.layout], [copy.plain], taken)
+            made[key] = chain_op(OpSource(program, header, copy.made_for), rendered, [copy.layout], [copy.plain], taken)
             taken.add(made[key].name)
         by_call[id(copy)] = made[key]
     return KernelOps(ops=(*ops.ops, *made.values()), by_call=by_call)
 
 
-def _op(
-    source: _Source, rendered: Rendered, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], taken: set[str],
+def chain_op(
+    source: OpSource, rendered: Rendered, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], taken: Collection[str],
     in_place: tuple[int, ...] = (),
 ) -> KernelOp:  # fmt: skip
+    """Describe a chain's kernel at one site.
+
+    Args:
+        source: what it is rendered from.
+        rendered: the kernel.
+        inputs: layouts of the tensors that it reads.
+        outputs: layouts of those that it computes.
+        taken: names of other ops.
+        in_place: positions of the outputs that the op is given.
+
+    Raises:
+        CannotExport: it has no elements to compute.
+    """
     program, fast_math = source.program, source.fast_math
     metas = [*inputs, *outputs]
     rendered = with_launcher(rendered, program, tensors=metas, fast_math=fast_math)

@@ -106,8 +106,8 @@ def _launch(source: LinearSource, suffix: str) -> dict[str, str]:
     if source.config.form == _WITH_TENSOR_MAPS:
         return _mapped_launch(source)
     blocks, threads = launch_shape(source.problem, source.config)
-    launch = f"dict(macros={{}}, grid=({blocks}, 1, 1), block=({threads}, 1, 1), shared_bytes=0, integers=())"
-    return {"launches": f"({launch},)", "alignment": repr(ALIGNMENT_BYTES), "is_for_one_arch": "False"}
+    launch = {"macros": {}, "grid": (blocks, 1, 1), "block": (threads, 1, 1), "shared_bytes": 0, "integers": ()}
+    return {"launches": repr((launch,)), "alignment": repr(ALIGNMENT_BYTES), "is_for_one_arch": "False"}
 
 
 def _mapped_launch(source: LinearSource) -> dict[str, str]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.collect import in_its_place
 from fusion_advisor.export.export import check_export, package_name
+from fusion_advisor.export.extension.files import extension_context, extension_files
 from fusion_advisor.export.hub_kernels.layers import Layer, layer_of_place
+from fusion_advisor.export.hub_kernels.linears import linear_functions
 from fusion_advisor.export.kernel_files.files import kernel_files, ops_context, rendered
 from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.export.patch.collect import PatchSite, in_own_layout, patch_sites
@@ -18,6 +20,7 @@ from fusion_advisor.export.patch.frames import NotExpressed
 from fusion_advisor.export.patch.patch import NO_CHAIN, PatchedPlace, other_rewrites, places_context, places_of
 from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.records import Report
 from fusion_advisor.workload.load import LoadedWorkload
 
 
@@ -42,13 +45,17 @@ def export_kernels(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, fo
     """
     check_export(saved, folder, force=force)
     sites = in_its_place(loaded, saved, lambda: patch_sites(loaded, in_own_layout(saved)))
-    ops = {one.op.name: one.op for one in sites if one.op is not None}
+    chains = {one.op.name: one.op for one in sites if one.op is not None}
+    ops = list(chains.values())
+    if saved.linears:  # the model is captured once more: these kernels stand on rewrites that the source does not have
+        ops += in_its_place(loaded, saved, lambda: linear_functions(loaded, saved, ops))
     if not ops:
         reason = f"no kept kernel can be an op: {sites[0].reason}" if sites else NO_CHAIN
         raise CannotExport(detail=reason)
     places, layers, reasons = layers_of(sites)
-    left_out = (*reasons, *other_rewrites(saved))
-    write_folder(_files(list(ops.values()), places, layers, left_out, saved, package_name(folder)), folder, force=force)
+    left_out = (*reasons, *other_rewrites(saved, {op.fusion_id for op in ops}))
+    found = (places, layers, left_out)
+    write_folder(repository_files(ops, *found, saved.report, package_name(folder)), folder, force=force)
     return left_out
 
 
@@ -77,14 +84,25 @@ def layers_of(sites: Sequence[PatchSite]) -> tuple[list[PatchedPlace], list[Laye
     return found, layers, tuple(reasons)
 
 
-def _files(
-    ops: Sequence[KernelOp], places: Sequence[PatchedPlace], layers: Sequence[Layer], left_out: Sequence[str], saved: SavedPlan,
+def repository_files(
+    ops: Sequence[KernelOp], places: Sequence[PatchedPlace], layers: Sequence[Layer], left_out: Sequence[str], report: Report,
     name: str,
 ) -> dict[str, bytes]:  # fmt: skip
-    context = ops_context(ops, saved.report, name) | {
+    """Return the content of each file of a repository, by its path.
+
+    Args:
+        ops: its kernels.
+        places: that are layers.
+        layers: in the same order.
+        left_out: sentences about what is no layer or not in the repository.
+        report: of the run.
+        name: of the package, an identifier.
+    """
+    context = ops_context(ops, report, name) | {
         "places": places_context(places), "layers": layers, "left_out": left_out, "below": ' / "torch-ext"',
         "kernel_name": name.replace("_", "-").strip("-"),
     }  # fmt: skip
+    context |= extension_context(ops, context, report.environment.capability)
     modules = {
         "__init__.py": rendered("export/hub_kernels/__init__.py", context),
         "layers.py": rendered("export/hub_kernels/layers.py", context),
@@ -92,6 +110,8 @@ def _files(
         "sites.py": rendered("export/patch/sites.py", context),
         **kernel_files(ops, context, ""),
     }
+    if context["launches"]:
+        modules["_extension.py"] = rendered("export/extension/_extension.py", context)
     variant = f"build/torch-{context['device']}"
     files = {
         "README.md": rendered("export/hub_kernels/README.md", context),
@@ -101,6 +121,7 @@ def _files(
         f"{variant}/metadata.json": _metadata(modules, str(context["kernel_name"]), str(context["device"])),
     }
     files |= {f"tests/references/{op.name}.py": op.reference.encode() for op in ops}
+    files |= extension_files(ops, context)
     files |= {f"torch-ext/{name}/{path}": content for path, content in modules.items()}
     return files | {f"{variant}/{path}": content for path, content in modules.items()}
 

@@ -42,6 +42,7 @@ def kernel_files(ops: Sequence[KernelOp], context: Mapping[str, Any], folder: st
     modules = ["_launch.py", "_requirements.py", "ops.py"]
     own = [f"_{backend}.py" for backend in context["backends"]]  # of backends that need more than torch to launch
     modules += [module for module in own if (_TEMPLATES / f"{module}.jinja").is_file()]
+    modules += ["_tensor_maps.py"] if context["has_tensor_maps"] else []
     files = {f"{folder}{module}": rendered(f"export/{module}", context) for module in modules}
     files[f"{folder}_kept.py"] = (COPIED / "kept_binaries.py").read_bytes()
     files[f"{folder}kernels/__init__.py"] = b'"""The kernels, one file each."""\n'

@@ -32,12 +32,14 @@ def cuda_facts(program: Program, rendered: Rendered) -> dict[str, str]:
         grid = (sum(blocks), max(down for _, down, _ in grids), 1)
         block = (macros["THREADS"], macros.get("ROWS", 1), 1)
         launches.append(
-            f"dict(macros={macros!r}, grid={grid!r}, block={block!r},"
-            f" shared_bytes={max(shared_bytes_of(plan, macros) for plan in plans)!r},"
-            f" integers={tuple(map(int, integers))!r})"
-        )
+            {
+                "macros": macros, "grid": grid, "block": block,
+                "shared_bytes": max(shared_bytes_of(plan, macros) for plan in plans),
+                "integers": tuple(map(int, integers)),
+            }
+        )  # fmt: skip
     return {
-        "launches": f"({', '.join(launches)},)",
+        "launches": repr(tuple(launches)),
         "alignment": repr(alignment),
         "is_for_one_arch": repr(rendered.is_for_one_arch),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,13 +139,15 @@ def _shown(file: str) -> str:
     return Path(path).name if Path(path).is_absolute() else path
 
 
-def other_rewrites(saved: SavedPlan) -> tuple[str, ...]:
+def other_rewrites(saved: SavedPlan, exported: Collection[str] = ()) -> tuple[str, ...]:
     """Return a sentence for each kept rewrite that is no kernel of a chain.
 
     Args:
         saved: the plan.
+        exported: ids of kernels that the export has all the same.
     """
-    rows = [f"{row.id} {row.kernel}: kernels of linear layers are not exported" for row in saved.linears]
+    linears = [row for row in saved.linears if row.id not in exported]
+    rows = [f"{row.id} {row.kernel}: this kernel of a linear layer is not exported" for row in linears]
     rows += [f"{row.id} {row.kernel}: a kernel in which ranks meet is not exported" for row in saved.sums]
     return (*rows, *(f"{row.id} ({row.name}): it is no kernel of a chain" for row in saved.rewrites.values()))
 
