@@ -113,4 +113,5 @@ def test_ranks_take_the_first_ones_choice_or_its_failure():
             raise KernelBuildFailed(kernel="rms", target="cuda", cause="no registers are left")
         return own(ranks)
 
-    assert [str(one) for one in both(lambda ranks: agreed_choice(ranks, failing, ranks))] == ["rms did not compile for cuda: no registers are left"] * 2
+    found = both(lambda ranks: agreed_choice(ranks, failing, ranks))
+    assert [str(one) for one in found] == ["rms did not compile for cuda: no registers are left"] * 2
