@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fusion_advisor.codegen.gemm.problem import FORMS
+from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.export.kernel_ops import KernelOp, KernelOps
 from fusion_advisor.export.linear_ops import why_not, with_linears
 from fusion_advisor.fuse.decide.session import BuiltLinear
-from fusion_advisor.fuse.live.restore_plan import put_together
+from fusion_advisor.fuse.live.restore_plan import Restored, put_together
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.workload.load import LoadedWorkload
 
 
-def linear_functions(loaded: LoadedWorkload, saved: SavedPlan, chains: Sequence[KernelOp]) -> tuple[KernelOp, ...]:
-    """Put a plan together and return the ops of its CUDA C++ kernels of linear layers.
+def linear_functions(
+    loaded: LoadedWorkload, saved: SavedPlan, chains: Sequence[KernelOp], together: Callable[..., Restored] = put_together
+) -> tuple[tuple[KernelOp, ...], tuple[str, ...]]:
+    """Return the ops of a plan's CUDA C++ kernels of linear layers, and a sentence where they cannot be made.
 
-    A gated layer's weight holds the gate's rows, then the rows of what it gates: layers that the run merged have no such tensor
-    in the model, so there is no layer that ``kernelize`` could put in.
+    The model is captured once more, with the whole plan: these kernels stand on rewrites that its source does not have. A gated
+    layer's weight holds the gate's rows, then the rows of what it gates. Layers that the run merged have no such tensor in the
+    model, so no layer is made for ``kernelize``.
 
     Args:
         loaded: the model and the call of the run.
         saved: the plan, with the rewrites that the kernels stand on.
         chains: other ops of the repository, whose names are taken.
-
-    Raises:
-        PlanMismatch: the model gives another graph than the run's, or a kernel's numbers do not pass any more.
+        together: puts a plan's kernels on the graphs that it changed.
     """
-    restored = put_together(loaded, saved, PhaseClock(Progress()))
+    if not any(kernel.backend == "cuda" for row in saved.linears for kernel in row.rendered):
+        return (), ()
+    try:
+        restored = together(loaded, saved, PhaseClock(Progress()))
+    except PlanMismatch as mismatch:  # the chains' own layout fits: they are exported without these
+        return (), (f"no kernel of a linear layer: {mismatch}",)
     restored.live.written.restore()
     taken = KernelOps(ops=tuple(chains), by_call={})
-    return with_linears(taken, restored.bench, in_cuda(restored.linears)).ops[len(chains) :]
+    return with_linears(taken, restored.bench, in_cuda(restored.linears)).ops[len(chains) :], ()
 
 
 def in_cuda(linears: Sequence[BuiltLinear]) -> list[BuiltLinear]:

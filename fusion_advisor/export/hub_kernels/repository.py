@@ -47,13 +47,13 @@ def export_kernels(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, fo
     sites = in_its_place(loaded, saved, lambda: patch_sites(loaded, in_own_layout(saved)))
     chains = {one.op.name: one.op for one in sites if one.op is not None}
     ops = list(chains.values())
-    if saved.linears:  # the model is captured once more: these kernels stand on rewrites that the source does not have
-        ops += in_its_place(loaded, saved, lambda: linear_functions(loaded, saved, ops))
+    linears, why = in_its_place(loaded, saved, lambda: linear_functions(loaded, saved, ops))
+    ops += linears
     if not ops:
         reason = f"no kept kernel can be an op: {sites[0].reason}" if sites else NO_CHAIN
         raise CannotExport(detail=reason)
     places, layers, reasons = layers_of(sites)
-    left_out = (*reasons, *other_rewrites(saved, {op.fusion_id for op in ops}))
+    left_out = (*reasons, *why, *other_rewrites(saved, {op.fusion_id for op in ops}))
     found = (places, layers, left_out)
     write_folder(repository_files(ops, *found, saved.report, package_name(folder)), folder, force=force)
     return left_out

@@ -17,10 +17,13 @@ from types import SimpleNamespace
 import pytest
 
 from fusion_advisor.codegen.cuda.nvrtc import find_nvcc
+from fusion_advisor.codegen.gemm.problem import GATED_TILES
+from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.export.extension.source import launches_of, why_not
-from fusion_advisor.export.hub_kernels.linears import in_cuda
+from fusion_advisor.export.hub_kernels.linears import in_cuda, linear_functions
 from fusion_advisor.export.patch.patch import other_rewrites
 from fusion_advisor.files.whole_folder import write_folder
+from fusion_advisor.fuse.decide.session import LinearSource
 from tests.export.extension import native, planted_nvcc
 from tests.kernel_cases import programs
 
@@ -59,9 +62,7 @@ def test_the_built_ops_pass_the_exported_tests(ops, compiler, tmp_path):
     printed = ran(["build.py"], tmp_path / "repository", own)
     (variant,) = (tmp_path / "repository" / "build").glob("torch-stable-abi210-cu*")
     assert variant.name in printed
-    shown = ran(
-        ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--rootdir", ".", "tests"], tmp_path / "repository", own
-    )
+    shown = ran(["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "tests"], tmp_path / "repository", own)
     assert f"{3 * len(listed)} passed" in shown, shown
 
 
@@ -141,3 +142,41 @@ def test_linears_in_cuda_become_functions_and_others_stay_with_a_sentence():
     said = other_rewrites(saved, {"G1", "G2"})
     assert [line.split()[0] for line in said] == ["G3", "G4", "G5"]
     assert all("linear layer is not exported" in line for line in said)
+
+
+def plan_with_a_gate(together_backend="cuda"):
+    """Return a plan with one kernel of a linear, and what is left of a run when it is put together again."""
+    problem = native.PROBLEM
+    source = LinearSource(problem=problem, config=GATED_TILES[0], header=native.header("gate_up"))
+    shapes = [(2, problem.m // 2, shape[1]) if name in ("x", "out") else shape for name, shape in problem.operands]
+    ops = [SimpleNamespace(outputs=(native.meta(shape, problem.dtype),)) for shape in shapes]
+    site = SimpleNamespace(inputs=(0, 1), outputs=(2,), call=object())
+    linear = SimpleNamespace(id="G1", sites=(site, site), source=source, scan=None)
+    written = SimpleNamespace(restored=0)
+    written.restore = lambda: setattr(written, "restored", written.restored + 1)
+    restored = SimpleNamespace(live=SimpleNamespace(written=written), bench=SimpleNamespace(ops=ops), linears=[linear])
+    rows = (SimpleNamespace(id="G1", kernel="gate_up", rendered=(SimpleNamespace(backend=together_backend),)),)
+    return SimpleNamespace(linears=rows), restored
+
+
+def test_a_plans_gate_is_an_op_after_those_of_chains(ops):
+    saved, restored = plan_with_a_gate()
+    found, why = linear_functions(None, saved, ops, together=lambda *_: restored)
+    assert [op.fusion_id for op in found] == ["G1"]
+    assert found[0].name == "gate_up_2"  # a chain's op has the name already
+    assert found[0].launch == ops[-1].launch
+    assert why == ()
+    assert restored.live.written.restored == 1
+
+
+def test_a_plan_that_no_longer_fits_costs_the_linears_alone(ops):
+    def refuse(*_):
+        raise PlanMismatch(run="a run", detail="gate_up: its numbers no longer pass")
+
+    found, why = linear_functions(None, plan_with_a_gate()[0], ops, together=refuse)
+    assert found == ()
+    assert "its numbers no longer pass" in why[0]
+
+
+def test_without_linears_in_cuda_the_model_is_not_captured_again(ops):
+    assert linear_functions(None, plan_with_a_gate("triton")[0], ops, together=pytest.fail) == ((), ())

@@ -15,7 +15,7 @@ from tests.export.extension import native
 
 def built_and_tested(folder):
     """Build a repository's extension and run its tests; return what they printed."""
-    for words in (["build.py"], ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--rootdir", ".", "tests"]):
+    for words in (["build.py"], ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "tests"]):
         done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -23,9 +23,9 @@ def built_and_tested(folder):
 
 @pytest.mark.gpu
 def test_the_exported_tests_pass_with_numbers(tmp_path):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("one of the kernels is for Hopper alone")
-    write_folder(native.files(native.ops()), tmp_path / "native", force=False)
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    listed = [op for op in native.ops() if is_hopper or not op.rendered.is_for_one_arch]
+    write_folder(native.files(listed), tmp_path / "native", force=False)
     shown = built_and_tested(tmp_path / "native")
     assert "skipped" not in shown
 
