@@ -27,7 +27,14 @@ from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
 from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, clocked, first_report, measure_training
-from fusion_advisor.fuse.modes.training_findings import Findings, check_of_all, logits_findings, merged, step_rows
+from fusion_advisor.fuse.modes.training_findings import (
+    Findings,
+    batch_norm_notes,
+    check_of_all,
+    logits_findings,
+    merged,
+    step_rows,
+)
 from fusion_advisor.fuse.modes.training_runs import UNCHANGED, Call, TrainingJob, baselines_of, modules_of, traced
 from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -196,6 +203,7 @@ def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measur
         rewrites=(*whole, *found.rewrites), quality=quality,
         findings=(*(found_logits := logits_findings(whole, report.workload.model_id)), *_renumbered(report, len(found_logits))),
         captured=replace(captured, timeline=None), model_check=check_of_all(checks),
+        notes=(*report.notes, *batch_norm_notes(journal.entries)),
     )  # fmt: skip
 
 

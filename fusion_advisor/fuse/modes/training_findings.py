@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from fusion_advisor.fuse.receipts import reverted_fusion, reverted_rewrite
 from fusion_advisor.fuse.train.journal import Entry
 from fusion_advisor.fuse.train.trained_graph import NOT_FASTER, SLOWER, Outcome
-from fusion_advisor.records import Chain, Finding, Fusion, GraphRewrite, Launch, Match, ModelCheck, NoMatch, Status
+from fusion_advisor.records import Chain, Finding, Fusion, GraphRewrite, Launch, Match, ModelCheck, NoMatch, OpNode, Status
+from fusion_advisor.records.op_facts import overload_free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,36 @@ def logits_findings(rows: Sequence[GraphRewrite], model: str) -> tuple[Finding, 
         )
         for number, row in enumerate((row for row in rows if row.saved_bytes and row.status is Status.NOT_REPLACED), start=1)
     )  # fmt: skip
+
+
+_NORMS = {"native_batch_norm": 5, "_native_batch_norm_legit_functional": 5, "native_batch_norm_backward": 7}
+"""Batch norm's ops in AOTAutograd's graphs, and the place of the argument that says whether it trains."""
+
+
+def batch_norm_notes(entries: Sequence[Entry]) -> tuple[str, ...]:
+    """Say which share of a step's kernel time batch norms in training take, and why no chain takes them; empty without one.
+
+    Args:
+        entries: one for each graph.
+    """
+    total_ns = max(sum(launch.duration_ns for entry in entries for launch in entry.capture.launches), 1)
+    names, norms_ns = set[str](), 0
+    for entry in entries:
+        found = {op.index: overload_free(op.target) for op in entry.capture.ops if _is_trained_norm(op)}
+        names |= set(found.values())
+        norms_ns += sum(launch.duration_ns for launch in entry.capture.launches if launch.op_index in found)
+    if not names:
+        return ()
+    return (
+        f"Batch norm in training stays torch's own op in both passes ({norms_ns / total_ns:.1%} of kernel time: "
+        f"{', '.join(sorted(names))}). It sums each channel over all images, then changes every element by the sums. So its "
+        "gradient is two kernels, as torch's is. With ReLU's gradient in them they would move 7 tensors, and torch moves 8.",
+    )
+
+
+def _is_trained_norm(op: OpNode) -> bool:
+    place = _NORMS.get(overload_free(op.target))
+    return place is not None and len(op.args) > place and op.args[place] is True
 
 
 def check_of_all(checks: Sequence[ModelCheck]) -> ModelCheck | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from dataclasses import replace
@@ -29,7 +30,7 @@ from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.train.test_chunked_losses import Speaker, batch
 from tests.fuse.train.test_planted import PLANTS
-from tests.fuse.train.test_trained_graph import WIDTH, Block, gradients, step
+from tests.fuse.train.test_trained_graph import WIDTH, Block, compare, gradients, step
 from tests.report.fixtures import applied
 from tests.tiny import BANDWIDTH
 
@@ -224,7 +225,47 @@ def test_parts_that_are_frozen_in_eval_mode_stay_so(loaded):
         step(model, loaded.args[0])
     assert run.fused.launches > 0 and not run.fused.fallbacks
     assert torch.equal(model[0].running_mean, before) and model[0].num_batches_tracked == 0
+    assert not notes_on_norms(run.report)
     run.revert()
+
+
+class Pictures(nn.Module):
+    """A convolution, batch norm and ReLU, twice, with a residual sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norms, self.head = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)]), nn.Linear(8, 10)
+
+    def forward(self, x):
+        y = torch.relu(self.norms[0](self.first(x)))
+        return self.head(torch.relu(y + self.norms[1](self.second(y))).mean((2, 3)))
+
+
+def notes_on_norms(report):
+    return [note for note in report.notes if note.startswith("Batch norm in training stays torch's own op")]
+
+
+def test_batch_norm_stays_torchs_own_with_its_reason_and_chains_around_it_are_fused():
+    torch.manual_seed(0)
+    model, x = Pictures().train(), torch.randn(4, 3, 12, 12)
+    plain = copy.deepcopy(model)
+    run = apply_training(describe_live(model, (x,), phase="train"), OPTIONS)
+    (note,) = notes_on_norms(run.report)
+    share = float(
+        re.search(r"\((.*)% of kernel time: _native_batch_norm_legit_functional, native_batch_norm_backward\)", note)[1]
+    )
+    assert 0 < share < 100
+    kept = {fusion.chain_id for fusion in run.report.fusions if fusion.status is Status.KEPT}
+    assert {chain.training_pass for chain in run.report.chains if chain.id in kept} == {"forward", "backward"}
+    for one in (model, plain):
+        step(one, x)
+    compare(gradients(model), gradients(plain))
+    assert run.fused.launches > 0 and not run.fused.fallbacks
+    for mine, own in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, own)
+    run.revert()
+    torch.compiler.reset()
 
 
 @pytest.fixture

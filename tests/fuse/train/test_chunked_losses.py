@@ -142,7 +142,7 @@ def test_a_backward_pass_may_run_twice_and_has_no_gradient_itself():
     compare(gradients(model), gradients(plain))
     loss = compiled(*batch())
     (gradient,) = torch.autograd.grad(loss, [model.layer.weight], create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
+    with pytest.raises(RuntimeError, match=r"double backward|does not require grad"):  # the second is torch 2.11's
         gradient.sum().backward()
     assert backend.row.status is KEPT
 
