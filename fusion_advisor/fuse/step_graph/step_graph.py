@@ -41,6 +41,8 @@ HOOKED = (
 WAITING = "what an earlier forward pass kept still waits for its backward pass"
 _MOST_RECORDED = 8
 """A step that had to be recorded this often is launched kernel by kernel from then on: recording costs more than it saves."""
+_LEASED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
+"""Dtypes that DLPack hands over in every version of torch."""
 _TANGENT = "tangents"
 """How AOTAutograd's names of the outputs' gradients begin."""
 
@@ -93,7 +95,13 @@ class _Recorded:
     @property
     def leased(self) -> int | None:
         """Place of the kept result that stands for all; None where none lies in the graph."""
-        return next((place for place, one in enumerate(self.forward.kept) if isinstance(one, torch.Tensor)), None)
+        kept = enumerate(self.forward.kept)
+        return next((place for place, one in kept if isinstance(one, torch.Tensor) and one.dtype in _LEASED), None)
+
+    @property
+    def is_unwatched(self) -> bool:
+        """Whether something is kept in the graph and nothing of it can stand for all."""
+        return self.leased is None and any(isinstance(one, torch.Tensor) for one in self.forward.kept)
 
     def own(self, value: Any) -> Any:
         """Return the graph's own tensor for the one that stands for all: a recording that held that would wait for itself."""
@@ -252,8 +260,12 @@ class StepGraph:
             return None
         kept = (args[one] if isinstance(one, int) else one for one in graph.kept)
         at = frozenset(one.data_ptr() for one in kept if isinstance(one, torch.Tensor))
-        self._recorded = _Recorded(graph, at)
-        return self._recorded
+        recorded = _Recorded(graph, at)
+        if recorded.is_unwatched:
+            self._refuse("nobody can tell when what the forward pass keeps is no longer read")
+            return None
+        self._recorded = recorded
+        return recorded
 
     def _leased(self, recorded: _Recorded, results: list[Any]) -> list[Any]:
         """Give one kept result a storage of its own over the same memory: it lives as long as anything may read what was kept.

@@ -84,13 +84,13 @@ class Backend:
     """A backend of dynamo's with graphs of both passes; the step's graphs are on from the start, if they are at all.
 
     Attributes:
-        recorder: of all graphs.
+        recorder: of all graphs; a fake one unless another is given.
         passes: forward and backward.
         graphs: of the step.
     """
 
-    def __init__(self, *, is_on=True):
-        self.recorder, self.passes, self.graphs, self.is_on = FakePasses(), {}, None, is_on
+    def __init__(self, recorder=None, *, is_on=True):
+        self.recorder, self.passes, self.graphs, self.is_on = recorder or FakePasses(), {}, None, is_on
 
     def __call__(self, graph_module, inputs):
         def taken(name):

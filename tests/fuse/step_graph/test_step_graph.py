@@ -286,6 +286,22 @@ def test_a_call_of_another_thread_meanwhile_is_launched(made, direct):
     assert backend.graphs.refusals == {"another thread is running it": 1} and found[0].isfinite().all()
 
 
+def test_what_nobody_can_watch_is_launched():
+    backend = Backend()
+
+    def run(x, mask):
+        return x.masked_fill(mask > 0, 0.0).sum()
+
+    compiled = torch.compile(run, backend=backend, dynamic=False)
+    with pytest.warns(UserWarning, match="nobody can tell"):
+        for seed in range(3):
+            batch, mask = x(seed).requires_grad_(), x(seed + 1)
+            compiled(batch, mask).backward()
+            assert torch.equal(batch.grad, (mask <= 0).float())
+    torch.compiler.reset()
+    assert backend.graphs.is_refused and backend.graphs.replays == [0, 0]
+
+
 def test_forget_frees_the_graphs_and_a_later_call_records_anew(made, direct):
     compiled, _, backend = made
     for seed in (0, 1):

@@ -1,0 +1,87 @@
+"""Real CUDA graphs of both passes: the bits of a step launched kernel by kernel, dropout included, and memory that is freed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
+from fusion_advisor.fuse.step_graph.step_graph import WAITING
+from tests.fuse.step_graph.fake_passes import Backend
+from tests.fuse.step_graph.test_step_graph import WIDTH, Net, assert_same, x
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def pair():
+    """A model whose steps are replayed, its twin launched kernel by kernel, and the backend of the first."""
+    torch.manual_seed(0)
+    model = Net().cuda()
+    twin, backend = copy.deepcopy(model), Backend(CudaRecorder())
+    yield (
+        torch.compile(model, backend=backend, dynamic=False),
+        torch.compile(twin, backend=Backend(CudaRecorder(), is_on=False), dynamic=False),
+        backend,
+    )
+    torch.compiler.reset()
+
+
+def step(model, seed, *, is_fresh=True):
+    if is_fresh:
+        model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss, rows = model(x(seed).cuda())
+    loss.backward()
+    return [loss.detach(), rows.detach(), *(one.grad for one in model.parameters()), *model.buffers()]
+
+
+def test_replays_have_the_bits_of_launches(pair):
+    compiled, direct, backend = pair
+    for seed in range(5):
+        assert_same(step(compiled, seed), step(direct, seed))
+    for seed in range(3):
+        ours, theirs = step(compiled, seed, is_fresh=False), step(direct, seed, is_fresh=False)
+    assert_same(ours, theirs)
+    assert backend.graphs.replays == [7, 7] and not backend.graphs.refusals
+
+
+def test_dropout_goes_on_where_it_was(pair):
+    compiled, direct, _ = pair
+    found = []
+    for one in (compiled, direct):
+        step(one, 0), step(one, 0)
+        torch.manual_seed(5)
+        found.append([one(x(1).cuda())[1].detach() for _ in range(3)])
+    assert_same(*found)
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+def test_two_forwards_before_a_backward(pair):
+    compiled, direct, backend = pair
+    found = []
+    for one in (compiled, direct):
+        step(one, 0), step(one, 1)
+        one.zero_grad(set_to_none=True)
+        torch.manual_seed(7)
+        (one(x(5).cuda())[0] + one(x(6).cuda())[0]).backward()
+        found.append([parameter.grad for parameter in one.parameters()])
+    assert_same(*found)
+    assert backend.graphs.refusals == {WAITING: 1}
+
+
+def test_memory_stays_the_same_and_is_freed(pair):
+    compiled, _, backend = pair
+    for seed in range(4):
+        step(compiled, seed)
+    held = set()
+    for _ in range(50):
+        step(compiled, 1)
+        held.add(torch.cuda.memory_allocated())
+    assert len(held) == 1 and backend.graphs.pool_bytes > WIDTH
+    backend.graphs.forget()
+    gc.collect()
+    assert torch.cuda.memory_allocated() < held.pop()
