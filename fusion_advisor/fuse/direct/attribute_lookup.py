@@ -8,6 +8,7 @@ dicts too (:mod:`fusion_advisor.fuse.direct.getattribute_source`): the configura
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, EllipsisType, FunctionType, GetSetDescriptorType, NoneType
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse.direct.getattribute_source import Surroundings, Unreadable, followed
+from fusion_advisor.runtime.torch_internals.compiled_code import trusts_tensors_in_dicts
 
 IMMUTABLE = {
     int, float, complex, str, bytes, bool, NoneType, EllipsisType, CodeType, torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 }  # fmt: skip
+DICTS = (dict, OrderedDict)
 _TABLES = ("_parameters", "_buffers", "_modules")
 """Where ``nn.Module.__getattr__`` looks for an attribute."""
 
@@ -127,3 +130,13 @@ def _plain(owner: Any, own: dict[str, Any], name: str) -> tuple[bool, Any] | Non
     if type(in_class) is FunctionType:  # a method is made at each access
         return None
     return (in_class is not None or any(True for _ in _defined(owner, name))), in_class
+
+
+def is_left_alone(holder: Any, value: Any) -> bool:
+    """Whether dynamo asks a value nothing either while its holder is the same: it does ask a tensor that no dict holds."""
+    return not isinstance(value, torch.Tensor) or (type(holder) in DICTS and trusts_tensors_in_dicts())
+
+
+def is_namespace(value: Any) -> bool:
+    """Whether a dict is a Python module's globals."""
+    return type(value) is dict and "__builtins__" in value

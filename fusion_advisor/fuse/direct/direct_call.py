@@ -9,11 +9,12 @@ is asked as before: the call's own tensors, global state, modes. Whatever differ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
+from fusion_advisor.fuse.direct.known_tables import Arguments, with_known_tables
 from fusion_advisor.fuse.direct.passed_object import PassedObjects
 from fusion_advisor.fuse.direct.straight_code import variables_of
 from fusion_advisor.fuse.direct.unchanged import Unchanged
@@ -85,8 +86,21 @@ class DirectCall:
         self._passed = PassedObjects(compiled, unchanged, in_words=in_words)
         self._check = compiled.only(lambda node: id(node) not in unchanged.implied)
         function = frame.function
-        self._run = FunctionType(compiled.code, function.__globals__, closure=function.__closure__)
+        self._run = FunctionType(self._short_code(), function.__globals__, closure=function.__closure__)
         self._run.__defaults__, self._run.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+
+    def _short_code(self) -> CodeType:
+        """Return dynamo's code without the ways from the module to its parameters, where it is understood."""
+        code, frame = self._compiled.code, self._frame
+        known: dict[str, Any]
+        if frame.function.__code__.co_argcount:
+            known = dict(zip(frame.function.__code__.co_varnames[:1], frame.owner, strict=False))
+        else:
+            known = {} if frame.rest is None or not frame.owner else {frame.rest: Arguments(frame.owner)}
+        try:
+            return with_known_tables(code, known, self._unchanged.compares, frame.function.__globals__) or code
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError):  # another torch's instructions
+            return code
 
     @property
     def words(self) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter, getitem
@@ -36,7 +35,7 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.fuse.direct.attribute_lookup import Lookup, is_constant, look_up
+from fusion_advisor.fuse.direct.attribute_lookup import DICTS, Lookup, is_constant, is_left_alone, is_namespace, look_up
 from fusion_advisor.fuse.direct.guard_nodes import MISSING, OF_PAIRS, Unknown, asks_identity_below, index_of, inside_of, of_items
 from fusion_advisor.fuse.direct.straight_code import are_same
 from fusion_advisor.fuse.direct.words import (
@@ -48,7 +47,7 @@ from fusion_advisor.fuse.direct.words import (
     table_of_class,
     words_are_readable,
 )
-from fusion_advisor.runtime.torch_internals.compiled_code import dict_versions, trusts_tensors_in_dicts
+from fusion_advisor.runtime.torch_internals.compiled_code import dict_versions
 
 _IDENTITY = {"TYPE_MATCH", "ID_MATCH", "NOT_NONE"}
 OF_TENSORS = _IDENTITY | {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_HASATTR"}
@@ -61,7 +60,6 @@ _MAY_CHANGE = OF_PAIRS | {"LAMBDA_GUARD"}
 """Guards that ask for more than their value."""
 _FIXED_CLASS = (FunctionType, BuiltinFunctionType, MethodType, CellType, property, staticmethod, classmethod, MappingProxyType)
 """Objects of these keep their class, and have no ``__dict__`` that is looked into."""
-_DICTS = (dict, OrderedDict)
 _OF_ATTRIBUTES = ("GetAttrGuardAccessor", "GenericGetAttrGuardAccessor")
 _READ_ONLY = {(property, "fget"), (property, "fset"), (staticmethod, "__func__"), (classmethod, "__func__")}
 _ATTRIBUTES = {
@@ -120,7 +118,7 @@ class Unchanged:
                 is_implied = False
                 self.may_share |= asks_identity_below(below)
                 continue
-            is_implied &= (self._asks_layouts or _is_left_alone(value, reached)) and self.follow(below, reached)
+            is_implied &= (self._asks_layouts or is_left_alone(value, reached)) and self.follow(below, reached)
         if is_implied:
             self.implied[id(node)] = node
         return is_implied
@@ -161,6 +159,13 @@ class Unchanged:
             raise Unknown
         self._attributes.setdefault(name, {})[id(owner)] = (owner, value)
         return value
+
+    def compares(self, value: Any) -> bool:
+        """Whether :meth:`holds` compares a dict's version, or an object's class and ``__dict__``."""
+        if type(value) in DICTS:
+            return id(value) in self._dicts
+        has_table = id(value) in self._objects and id(value) in self._attributes.get("__dict__", ())
+        return has_table and id(vars(value)) in self._dicts
 
     def finish(self) -> None:
         """Remember everything as it is now."""
@@ -264,9 +269,9 @@ class Unchanged:
             return asked <= _IDENTITY | {"LENGTH_CHECK"}
         if type(value) is MappingProxyType:
             return asked <= _OF_DICTS and self._watch_class(value)
-        if _is_namespace(value):
+        if is_namespace(value):
             return asked <= _IDENTITY
-        if type(value) in _DICTS:
+        if type(value) in DICTS:
             self._dicts[id(value)] = value
             return asked <= _OF_DICTS or (type(value) is dict and asked <= {*_OF_DICTS, _ORDER})
         if isinstance(value, torch.Tensor):
@@ -329,7 +334,7 @@ class Unchanged:
 
     def _follow_items(self, managers: Mapping[int, Any], value: Any) -> bool:
         """Note what the guards of a dict's keys and values by place look at."""
-        if type(value) is not dict or _is_namespace(value):
+        if type(value) is not dict or is_namespace(value):
             self.may_share |= any(asks_identity_below(one) for pair in managers.values() for one in pair if one is not None)
             return not managers
         is_implied = True
@@ -379,21 +384,11 @@ class Unchanged:
         if type(value) is MappingProxyType:  # a class's attributes
             if not self._watch_class(value):
                 raise Unknown
-        elif type(value) not in _DICTS:
+        elif type(value) not in DICTS:
             raise Unknown
-        return self._global(value, name) if _is_namespace(value) else value[name]
+        return self._global(value, name) if is_namespace(value) else value[name]
 
     def _global(self, space: dict[Any, Any], name: Any) -> Any:
         """Note one item of a Python module's globals: a script that runs a loop sets others between two calls."""
         self._globals[id(space), name] = (space, name, space[name])
         return space[name]
-
-
-def _is_left_alone(holder: Any, value: Any) -> bool:
-    """Whether dynamo asks a value nothing either while its holder is the same: it does ask a tensor that no dict holds."""
-    return not isinstance(value, torch.Tensor) or (type(holder) in _DICTS and trusts_tensors_in_dicts())
-
-
-def _is_namespace(value: Any) -> bool:
-    """Whether a dict is a Python module's globals."""
-    return type(value) is dict and "__builtins__" in value

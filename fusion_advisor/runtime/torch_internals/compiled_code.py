@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import dis
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._C._dynamo import guards as dynamo_guards
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import bytecode_transformation
 
+Instruction: TypeAlias = bytecode_transformation.Instruction
+"""One operation of Python's code: its name, argument and place."""
 _GRAPH = "__compiled_fn"
 _RESUME = "__resume_at"
 
@@ -62,6 +67,41 @@ def compiled_codes(function: FunctionType) -> Iterator[CompiledCode]:
 def _goes_on_elsewhere(code: CodeType) -> bool:
     """Whether code calls what dynamo made of the rest of the function: by a global name; as a constant where it has a closure."""
     return any(name.startswith(_RESUME) for name in code.co_names) or any(type(one) is CodeType for one in code.co_consts)
+
+
+def rewritten(code: CodeType, change: Callable[[list[Instruction]], bool]) -> CodeType | None:
+    """Return code with other instructions.
+
+    Args:
+        code: stays as it is.
+        change: edits its instructions in place; what it leaves undone where it returns False is thrown away.
+    """
+    is_changed: list[bool] = []
+
+    def edit(instructions: list[Instruction], _options: dict[str, Any]) -> None:
+        is_changed.append(change(instructions))
+
+    made, _ = bytecode_transformation.transform_code_object(code, edit)
+    return made if all(is_changed) else None
+
+
+def like(instruction: Instruction, name: str, value: Any = None) -> Instruction:
+    """Return another instruction for the same line of source.
+
+    Args:
+        instruction: whose line it has.
+        name: of the operation.
+        value: the constant or the attribute's name, if it has one.
+    """
+    return dataclasses.replace(
+        instruction, opcode=dis.opmap[name], opname=name, arg=0 if name == "LOAD_ATTR" else None, argval=value,
+        is_jump_target=False, target=None,
+    )  # fmt: skip
+
+
+def names_of_dynamos_functions(space: Mapping[str, Any]) -> frozenset[str]:
+    """Return the global names under which code reaches ``torch._dynamo.utils``."""
+    return frozenset(name for name, value in space.items() if value is torch._dynamo.utils)
 
 
 def innermost(call: Any) -> Any:

@@ -94,3 +94,22 @@ def test_tensors_are_compared_at_once_and_none_may_be_there_twice():
     assert not check(torch.zeros(2, 3).double(), tensors[1]) and not check(torch.zeros(2, 3, device="meta"), tensors[1])
     assert not check(torch.nn.Parameter(tensors[0]), tensors[1]) and not check(torch.zeros(2, 3, requires_grad=True), tensors[1])
     assert not compiled_code.same_tensors([torch.zeros(2), torch.ones(2)])(*[torch.zeros(2)] * 2)
+
+
+def test_code_is_written_anew_and_stays_as_it_was():
+    def double(x):
+        return x * 2
+
+    def thrice(instructions):
+        place = next(place for place, one in enumerate(instructions) if one.opname == "LOAD_CONST" and one.argval == 2)
+        instructions[place] = compiled_code.like(instructions[place], "LOAD_CONST", 3)
+        return True
+
+    made = compiled_code.rewritten(double.__code__, thrice)
+    assert type(double)(made, {})(5) == 15 and double(5) == 10
+    assert compiled_code.rewritten(double.__code__, lambda instructions: False) is None
+
+
+def test_the_names_of_dynamos_functions_are_found():
+    space = {"a": torch._dynamo.utils, "b": torch._dynamo, "c": torch._dynamo.utils}
+    assert compiled_code.names_of_dynamos_functions(space) == {"a", "c"}
