@@ -23,7 +23,7 @@ from fusion_advisor.export.extension.source import launches_of, why_not
 from fusion_advisor.export.hub_kernels.linears import in_cuda, linear_functions
 from fusion_advisor.export.patch.patch import other_rewrites
 from fusion_advisor.files.whole_folder import write_folder
-from fusion_advisor.fuse.decide.session import LinearSource
+from fusion_advisor.fuse.decide.session import BuiltLinear, LinearSource
 from tests.export.extension import native, planted_nvcc
 from tests.kernel_cases import programs
 
@@ -132,10 +132,9 @@ def test_without_cuda_kernels_there_is_no_extension():
 def test_linears_in_cuda_become_functions_and_others_stay_with_a_sentence():
     forms = {"G1": "cuda_wgmma", "G2": "cuda_fma", "G3": "cuda_cublas", "G4": "triton_dot"}
     linears = [
-        SimpleNamespace(id=name, sites=(), source=SimpleNamespace(config=SimpleNamespace(form=form)))
-        for name, form in forms.items()
+        BuiltLinear(id=name, sites=(), source=SimpleNamespace(config=SimpleNamespace(form=form))) for name, form in forms.items()
     ]
-    linears.append(SimpleNamespace(id="G5", sites=(), source=None))
+    linears.append(BuiltLinear(id="G5", sites=()))
     assert [one.id for one in in_cuda(linears)] == ["G1", "G2"]
     rows = [SimpleNamespace(id=one.id, kernel="gate_up") for one in linears]
     saved = SimpleNamespace(linears=rows, sums=(), rewrites={})
@@ -151,7 +150,7 @@ def plan_with_a_gate(together_backend="cuda"):
     shapes = [(2, problem.m // 2, shape[1]) if name in ("x", "out") else shape for name, shape in problem.operands]
     ops = [SimpleNamespace(outputs=(native.meta(shape, problem.dtype),)) for shape in shapes]
     site = SimpleNamespace(inputs=(0, 1), outputs=(2,), call=object())
-    linear = SimpleNamespace(id="G1", sites=(site, site), source=source, scan=None)
+    linear = BuiltLinear(id="G1", sites=(site, site), source=source)
     written = SimpleNamespace(restored=0)
     written.restore = lambda: setattr(written, "restored", written.restored + 1)
     restored = SimpleNamespace(live=SimpleNamespace(written=written), bench=SimpleNamespace(ops=ops), linears=[linear])
