@@ -198,7 +198,7 @@ def chain_op(
     """Describe a chain's kernel at one site.
 
     Args:
-        source: what it is rendered from.
+        source: the kernel's program, from which its text is rendered.
         rendered: the kernel.
         inputs: layouts of the tensors that it reads.
         outputs: layouts of those that it computes.

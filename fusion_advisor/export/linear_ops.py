@@ -78,7 +78,7 @@ def linear_op(source: LinearSource, fusion_id: str, metas: Sequence[TensorMeta],
     """Describe one kernel at one site.
 
     Args:
-        source: what it is rendered from.
+        source: the problem and the configuration that its kernel is rendered for.
         fusion_id: its row of the report.
         metas: layouts of the site's operands, the result's last.
         taken: names of other ops.

@@ -30,7 +30,7 @@ def scan_op(source: ScanSource, fusion_id: str, metas: Sequence[TensorMeta], tak
     """Describe one kernel of a recurrence.
 
     Args:
-        source: what it is rendered from.
+        source: the loop that the kernel stands for, and the kernel as it was rendered.
         fusion_id: its row of the report.
         metas: layouts of the site's inputs, then of its rows, then of its last state where somebody reads it.
         taken: names of other ops.

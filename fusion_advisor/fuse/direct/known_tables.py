@@ -1,9 +1,9 @@
 """Lets dynamo's code read a model's parameters from where they lie, without the way there from the model.
 
-Dynamo's code of a call begins at the model: ``self._modules["h"]._modules["0"]._parameters["weight"]``, anew at each call. That
-takes 1.2 µs for each layer of GPT-2. While nothing in the model was replaced, the way leads to the same dict; that is compared
-before each call (:mod:`fusion_advisor.fuse.direct.unchanged`). Here the code is given the dict itself. The parameter is still
-read from it, so that no parameter lives longer than it would.
+At each call dynamo's code walks from the model to each parameter: ``self._modules["h"]._modules["0"]._parameters["weight"]``. The
+walk takes 1.2 µs for each layer of GPT-2. It ends at the same dict while nothing in the model was replaced, and
+:mod:`fusion_advisor.fuse.direct.unchanged` compares that before each call. So the code is given the dict here. It still reads the
+parameter from the dict at each call, and no parameter lives longer than it would.
 
 Dynamo also marks for the profiler when a graph's inputs are collected. That takes 2 µs at each call, profiler or not, and is left
 out.

@@ -49,7 +49,7 @@ def find_kinds(bench: Bench, taken: Collection[int] = ()) -> list[Kind]:
 
 
 def _without(site: GemvSite, index_of: Mapping[Node, int], taken: Collection[int]) -> GemvSite | None:
-    """Return what is left of a site beside ops that are taken: all of it, the linear without its norm, or nothing."""
+    """Return a site as it is where none of its ops is taken, without its norm where only that is, and None otherwise."""
     for left in (site, replace(site, norm=None)):
         if not any(index_of[node] in taken for node in left.members):
             return left

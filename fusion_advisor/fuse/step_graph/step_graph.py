@@ -182,7 +182,7 @@ class StepGraph:
         return bool(self._refusal)
 
     def forget(self) -> None:
-        """Free the graphs; the call after the next records anew."""
+        """Free the graphs. The next call shows again which arguments move, and the second one is recorded."""
         self._recorded, self._recorder = None, None
         self._arguments = _Arguments()
         self._records, self._refusal = 0, ""

@@ -54,7 +54,7 @@ class Outcome:
         reason: why it runs its own ops; empty where both passes run as they were rewritten.
         check: of its outputs and gradients; None where nothing was rewritten or the check could not be made.
         step_rows: of rewrites of the whole step: its losses where they have large logits, attention's masks where one was tried
-            as a flag, its memory budget where there is one.
+            as a flag, its memory budget where there is one, its CUDA graphs where they were tried.
     """
 
     reason: str = ""

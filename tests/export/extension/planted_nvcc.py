@@ -1,6 +1,7 @@
 """Stands for nvcc where there is none: each file of a kernel becomes a launch that does nothing, and the host's compiler links.
 
-Installed as ``bin/nvcc`` of a toolkit that CUDA_HOME names. It keeps each of its command lines in ``commands.txt`` beside itself.
+A test installs it as ``bin/nvcc`` in a folder and names the folder in CUDA_HOME. It writes each command line that it gets to
+``commands.txt`` in its own folder.
 """
 
 from __future__ import annotations

@@ -7,24 +7,11 @@ import torch
 from fusion_advisor.fuse.cuda_graph.recording import flat
 from fusion_advisor.fuse.step_graph.step_graph import StepGraph
 from fusion_advisor.runtime.torch_internals import autograd_graphs
+from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 
 
-class FakePasses:
-    """Records a pass: nothing is computed then, and a replay computes on the recorded memory alone.
-
-    Attributes:
-        why_not: what ``refusal`` answers.
-        fails: raised by the next ``record``.
-        recorded: passes.
-        replayed: passes.
-    """
-
-    def __init__(self):
-        self.why_not, self.fails = None, None
-        self.recorded = self.replayed = 0
-
-    def refusal(self):
-        return self.why_not
+class FakePasses(FakeRecorder):
+    """Records a pass: nothing is computed then, and a replay computes on the recorded memory alone."""
 
     def record(self, call):
         if self.fails is not None:
@@ -45,9 +32,6 @@ class FakePasses:
                 flat(old).copy_(flat(new))
 
         return replay, results
-
-    def pool_bytes(self):
-        return 1 << 20
 
 
 def _own(results, given):
