@@ -8,21 +8,22 @@ from typing import Any
 
 from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.errors import CannotExport
+from fusion_advisor.export.extension.source import why_not
 from fusion_advisor.export.kernel_ops import TORCH, KernelOp
 from fusion_advisor.records import TensorMeta
 
 
 def in_library(ops: Sequence[KernelOp]) -> tuple[KernelOp, ...]:
-    """Return the ops whose kernels the C++ library launches: AOTInductor compiles all others into the model.
+    """Return the ops whose kernels the op library launches: AOTInductor compiles all others into the model.
 
     Args:
-        ops: of the package.
+        ops: of the package; on a CPU the library's kernels are C++, on a GPU CUDA C++.
     """
-    return tuple(op for op in ops if op.rendered.suffix == ".cpp")
+    return tuple(op for op in ops if op.rendered.suffix in (".cpp", ".cu"))
 
 
 def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
-    """Refuse kernels that neither the C++ library nor a compiled model launches.
+    """Refuse kernels that neither the op library nor a compiled model launches.
 
     Args:
         ops: of the package.
@@ -32,7 +33,9 @@ def refuse_python_launches(ops: Sequence[KernelOp]) -> None:
     """
     for op in ops:
         why = ""
-        if op.rendered.suffix == ".cu" or (op.rendered.suffix == ".py" and op.carried is not None):
+        if op.rendered.suffix == ".cu" and (reason := why_not(op)):
+            why = f"is a CUDA C++ kernel that the op library cannot have: {reason}"
+        elif op.rendered.suffix == ".py" and op.carried is not None:
             why = f"is a {descriptor(op.rendered.backend).title} kernel that Python launches"
         elif op.rendered.suffix == ".py" and "enable_fp_fusion=False" in op.rendered.file_text:
             why = "is compiled without fused multiply-adds, which AOTInductor does not do"

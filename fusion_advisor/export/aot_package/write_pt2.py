@@ -18,6 +18,7 @@ from fusion_advisor.export.aot_package.op_source import entries, in_library, lib
 from fusion_advisor.export.aot_package.traced import imported, named_tensors, traced
 from fusion_advisor.export.collect import rewritten
 from fusion_advisor.export.export import check_export, package_name
+from fusion_advisor.export.extension.files import extension_context, library_sources
 from fusion_advisor.export.kernel_files.files import ops_context, rendered
 from fusion_advisor.export.package import files_of
 from fusion_advisor.export.printed import Printed, printed
@@ -26,8 +27,6 @@ from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.runtime.torch_internals.inductor import compile_and_package, missing_for_packages
 from fusion_advisor.workload.load import LoadedWorkload
 
-_SOURCES = ("ops.cpp", "build.py")
-"""Of the op library."""
 _FLOORS = {"float32": 1e-5, "float64": 1e-12}
 """Relative difference from the fused model that Inductor's other order of sums may make; 2e-2 for half types."""
 
@@ -67,13 +66,14 @@ def _made(loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, p
     """Make everything in a folder for temporary files; return the content of the export."""
     call = {one: loaded.kwargs.get(one) for one, _ in found.tensors} | _positional(loaded)
     tensors = {one: value for one, value in call.items() if isinstance(value, torch.Tensor)}
-    context = _context(saved, found, name)
+    context = pt2_context(saved, found, name)
     buffer = io.BytesIO()
     torch.save(tensors, buffer)
     files: dict[str, bytes | Path] = {"example.pt": buffer.getvalue(), "LICENSE": rendered("export/LICENSE", context)}
     library = in_library(found.ops)
-    files |= {one: rendered(f"export/pt2/{one}", context) for one in (*_SOURCES[: 2 * bool(library)], "run.py")}
-    files |= {f"kernels/{op.file}": op.rendered.file_text.encode() for op in found.ops}
+    files |= {"run.py": rendered("export/pt2/run.py", context)}
+    files |= {f"kernels/{op.file}": op.rendered.file_text.encode() for op in found.ops if op.rendered.suffix != ".cu"}
+    files |= op_library_files(found, context)
     made = place / "made"
     _write(made, files)
     if library:
@@ -82,14 +82,40 @@ def _made(loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, p
     (place / "model.pt2").rename(made / "model.pt2")
     context["agreement"] = _agreement(made, place, outputs, eager)
     files["README.md"] = rendered("export/pt2/README.md", context)
-    return files | {one: made / one for one in ("model.pt2", *[f"lib{name}_ops.so"] * bool(library))}
+    return files | {one: made / one for one in ("model.pt2", *[context["library_file"]] * bool(library))}
 
 
-def _context(saved: SavedPlan, found: Printed, name: str) -> dict[str, Any]:
+def op_library_files(found: Printed, context: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the sources of the op library and the script that builds it, by path; nothing where there is none.
+
+    Args:
+        found: the printed forward and its ops.
+        context: of :func:`pt2_context`.
+    """
+    if context["launches"]:
+        return {**library_sources(found.ops, context), "build.py": rendered("export/extension/build.py", context)}
+    if context["library_ops"]:
+        return {one: rendered(f"export/pt2/{one}", context) for one in ("ops.cpp", "build.py")}
+    return {}
+
+
+def pt2_context(saved: SavedPlan, found: Printed, name: str) -> dict[str, Any]:
+    """Return what the templates print: the ops by what launches them, the call, what is left out.
+
+    Args:
+        saved: the plan of the run.
+        found: the printed forward and its ops.
+        name: of the export, and the ops' namespace.
+    """
     library = in_library(found.ops)
-    return ops_context(found.ops, saved.report, name) | {
-        "library_ops": library_ops(library), "entries": entries(library), "left_out": found.left_out,
-        "checks_less": [op.name for op in found.ops if op.rendered.has_asserts],
+    compiled_in = [op for op in found.ops if op not in library]
+    on_cpu = [op for op in library if op.rendered.suffix == ".cpp"]
+    context = ops_context(found.ops, saved.report, name)
+    native = extension_context(found.ops, context, saved.report.environment.capability)
+    return context | {one: native[one] for one in ("native_ops", "launches", "arch")} | {
+        "library_file": f"lib{name}_ops.so" if library else "", "namespace": name,
+        "library_ops": library_ops(on_cpu), "entries": entries(on_cpu), "left_out": found.left_out,
+        "checks_less": [op.name for op in compiled_in if op.rendered.has_asserts], "compiled_in": bool(compiled_in),
         "values": found.values, "class_name": found.context["class_name"],
         "tensors": [(one, tuple(meta.shape), tuple(meta.stride), meta.dtype) for one, meta in found.tensors],
     }  # fmt: skip

@@ -41,15 +41,7 @@ def extension_files(ops: Sequence[KernelOp], context: Mapping[str, Any]) -> dict
     if not context["launches"]:
         return {}
     name = context["name"]
-    files = {f"csrc/{op.rendered.entry}.cuh": f"#pragma once\n\n{op.rendered.source}".encode() for op in in_extension(ops)}
-    for launch in context["launches"]:
-        facts = launch.facts | {
-            "function": launch.function, "op": launch.op, "note": launch.note, "entry": launch.entry, "header": launch.header,
-            "name": name,
-        }  # fmt: skip
-        files[launch.file] = rendered("export/extension/launch.cu", facts)
-    for file in ("torch_binding.cpp", "torch_binding.h"):
-        files[f"torch-ext/{file}"] = rendered(f"export/extension/{file}", context)
+    files = library_sources(ops, context)
     digest = hashlib.sha256(b"\0".join(part for path in sorted(files) for part in (path.encode(), files[path]))).hexdigest()
     namespace = f"_{name}_cuda_stable_{digest[:12]}"
     metadata = {
@@ -58,6 +50,25 @@ def extension_files(ops: Sequence[KernelOp], context: Mapping[str, Any]) -> dict
     }  # fmt: skip
     files["build.py"] = rendered("export/extension/build.py", {**context, "namespace": namespace, "metadata": metadata})
     files["tests/test_extension.py"] = rendered("export/extension/test_extension.py", context)
+    return files
+
+
+def library_sources(ops: Sequence[KernelOp], context: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the library's own sources, by path: kernels, their launches, the ops.
+
+    Args:
+        ops: of the export.
+        context: with the names of :func:`extension_context`.
+    """
+    files = {f"csrc/{op.rendered.entry}.cuh": f"#pragma once\n\n{op.rendered.source}".encode() for op in in_extension(ops)}
+    for launch in context["launches"]:
+        facts = launch.facts | {
+            "function": launch.function, "op": launch.op, "note": launch.note, "entry": launch.entry, "header": launch.header,
+            "name": context["name"],
+        }  # fmt: skip
+        files[launch.file] = rendered("export/extension/launch.cu", facts)
+    for file in ("torch_binding.cpp", "torch_binding.h"):
+        files[f"torch-ext/{file}"] = rendered(f"export/extension/{file}", context)
     return files
 
 

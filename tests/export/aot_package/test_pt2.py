@@ -14,7 +14,12 @@ import torch
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.aot_package.op_source import refuse_python_launches
 from fusion_advisor.export.aot_package.traced import named_tensors
+from fusion_advisor.export.aot_package.write_pt2 import op_library_files, pt2_context
+from fusion_advisor.files.whole_folder import write_folder
+from fusion_advisor.records.serialize import read_report
 from tests.export import models
+from tests.export.extension import native
+from tests.export.extension.test_extension import COMPILERS, environment
 
 SCRIPT = Path(__file__).with_name("compiled_here.py")
 
@@ -47,6 +52,29 @@ def test_a_compiled_package_comes_as_near_to_float64_as_eager(make, tmp_path):
     assert list(found) == list(outputs)
     is_equal = all(torch.equal(found[name], value) for name, value in outputs.items())
     assert ("has the fused model's bits" in (tmp_path / "compiled" / "README.md").read_text().replace("have", "has")) == is_equal
+    for name, value in truth.items():
+        assert difference(found[name], value) <= 2 * difference(eager[name], value) + 1e-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_compiled_package_on_a_gpu(backend, tmp_path):
+    """CUDA C++ kernels are in the op library, Triton's in the model."""
+
+    def on_gpu():
+        model, inputs = models.llama()
+        return model.cuda().bfloat16(), {name: value.cuda() for name, value in inputs.items()}
+
+    model, inputs, fused = models.fused(on_gpu, backend=backend, graph=False, skip=("cuda-graph",))
+    with torch.no_grad():
+        outputs = named_tensors(fused(**inputs))
+    fused.export(tmp_path / "compiled", format="pt2")
+    fused.revert()
+    assert (tmp_path / "compiled" / "libcompiled_ops.so").is_file() == (backend == "cuda")
+    found = run_alone(tmp_path / "compiled", tmp_path / "results.pt")
+    with torch.no_grad():
+        eager, truth = named_tensors(model(**inputs)), named_tensors(model.double()(**inputs))
+    assert list(found) == list(outputs)
     for name, value in truth.items():
         assert difference(found[name], value) <= 2 * difference(eager[name], value) + 1e-7
 
@@ -86,7 +114,8 @@ def test_a_small_model_twice(tmp_path):
 @pytest.mark.parametrize(
     ("suffix", "change", "reason"),
     [
-        (".cu", {}, "is a CUDA kernel that Python launches"),
+        (".cu", {}, ""),
+        (".cu", {"in_place": (0,)}, "is a CUDA C\\+\\+ kernel that the op library cannot have: it writes into tensors"),
         (".py", {"file_text": "kernel[grid](x, enable_fp_fusion=False)"}, "is compiled without fused multiply-adds"),
         (".cpp", {"in_place": (0,)}, "writes into its arguments"),
         (".cpp", {"carried": SimpleNamespace(first="x[0]")}, "starts from a state"),
@@ -97,13 +126,54 @@ def test_a_kernel_that_cannot_be_compiled_in_is_named(suffix, change, reason):
     backend = {".cu": "cuda", ".py": "triton", ".cpp": "cpp"}[suffix]
     rendered = SimpleNamespace(backend=backend, suffix=suffix, file_text=change.pop("file_text", "enable_fp_fusion=True"))
     op = SimpleNamespace(
-        **{"name": "gelu_tanh", "fusion_id": "F1", "rendered": rendered, "in_place": (), "carried": None, **change}
+        **{
+            "name": "gelu_tanh",
+            "fusion_id": "F1",
+            "rendered": rendered,
+            "in_place": (),
+            "carried": None,
+            "inputs": ("x",),
+            **change,
+        }
     )
     if reason:
         with pytest.raises(CannotExport, match=rf"op `gelu_tanh` \(F1\) {reason}"):
             refuse_python_launches([op])
     else:
         refuse_python_launches([op])
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_cuda_kernels_are_built_into_the_op_library(compiler, tmp_path):
+    """The library defines each op in the namespace that the compiled model calls; a tensor on the CPU is refused by the op."""
+    ops = native.ops() if compiler == "planted" else native.ops()[1:2]
+    found = SimpleNamespace(ops=ops, left_out=(), values={}, tensors=(), context={"class_name": "Model"})
+    context = pt2_context(SimpleNamespace(report=read_report(native.REPORT)), found, "compiled_model")
+    write_folder(op_library_files(found, context), tmp_path / "out", force=False)
+    own = environment(compiler, tmp_path)
+    subprocess.run([sys.executable, "build.py"], cwd=tmp_path / "out", env=own, check=True, capture_output=True)
+    assert context["library_file"] == "libcompiled_model_ops.so"
+    assert not context["compiled_in"]
+    script = (
+        "import torch; torch.ops.load_library('libcompiled_model_ops.so')\n"
+        f"for name in {[op.name for op in ops]}: print(getattr(torch.ops.compiled_model, name).default._schema)\n"
+        "torch.ops.compiled_model.rmsnorm(torch.ones(4, 24).bfloat16(), torch.ones(24).bfloat16())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path / "out", capture_output=True, text=True, check=False)
+    assert done.stdout.count("compiled_model::") == len(ops), done.stderr
+    assert "is not on a GPU, and the kernel is CUDA C++" in done.stderr
+
+
+def test_a_library_of_cuda_kernels_needs_nvcc(tmp_path):
+    """Its script says so where there is none."""
+    found = SimpleNamespace(ops=native.ops()[1:2], left_out=(), values={}, tensors=(), context={"class_name": "Model"})
+    context = pt2_context(SimpleNamespace(report=read_report(native.REPORT)), found, "compiled_model")
+    text = op_library_files(found, context)["build.py"].decode().replace("/usr/local/cuda/bin", str(tmp_path))
+    (tmp_path / "build.py").write_text(text)
+    own = {**os.environ, "PATH": str(tmp_path), "CUDA_HOME": "", "CUDA_PATH": ""}
+    done = subprocess.run([sys.executable, "build.py"], cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "nvcc was not found" in done.stderr
 
 
 def test_a_compiler_that_fails_leaves_nothing(tmp_path, monkeypatch):
