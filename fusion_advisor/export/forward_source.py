@@ -16,6 +16,7 @@ from fusion_advisor.export.kernel_ops import KernelOps
 from fusion_advisor.export.names import Names, value_name
 from fusion_advisor.export.parameters import Layer, attribute, layer_of, place_of
 from fusion_advisor.export.steps import Section, Step, Steps, carried, is_worth_a_function
+from fusion_advisor.fuse.cuda_graph.tail import LastProduct
 
 _WIDEST = 110
 _LONGEST_CHAIN = 84
@@ -38,6 +39,7 @@ class Source:
         arguments: names of the placeholders that are arguments of the call.
         state: paths of the placeholders that objects among the arguments hold: ``cache.layers.0.keys``.
         origins: by a kernel's result, the model's own op that had it.
+        late: its last product, which a CUDA graph leaves out; None where it has none of that size.
     """
 
     model: nn.Module
@@ -47,6 +49,7 @@ class Source:
     arguments: Mapping[Node, str]
     state: Mapping[Node, str]
     origins: Mapping[Node, Node]
+    late: LastProduct | None = None
 
 
 @dataclass(slots=True)
@@ -80,7 +83,7 @@ class ForwardPrinter:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._steps = Steps(source.graph, source.ops)
+        self._steps = Steps(source.graph, source.ops, source.late)
         self._leaf = dict(source.arguments)
         self.functions: list[_Function] = []
         layers = [found.container for path in source.state.values() if (found := layer_of(path))]
@@ -220,11 +223,12 @@ class ForwardPrinter:
         names = Names(dict.fromkeys((*self._source.arguments.values(), *roots, "model", "constants", "forward", "index")))
         scope = self._top = _Scope(None, {}, names)
         # Functions are named before values: a local variable of a function's name would hide the function.
+        late = self._late_function()
         made: dict[object, _Function] = {}
         for section, shape in zip(sections, shapes, strict=True):
             if shape is not None and shape not in made and is_worth_a_function(section, equal[shape]):
                 made[shape] = self._named_function(section, equal[shape])
-        self.functions = list(made.values())
+        self.functions = [*made.values(), *([late] if late else [])]
         lines: list[str] = []
         place = 0
         while place < len(sections):
@@ -243,7 +247,23 @@ class ForwardPrinter:
             else:
                 lines += self._loop(run, made[shape], moved, scope)
                 place += len(run)
-        return lines
+        return lines + (self._late_call(late, scope) if late else [])
+
+    def _late_function(self) -> _Function | None:
+        """Return the last product as a function of what it reads."""
+        late = self._source.late
+        if late is None:
+            return None
+        section = Section(None, tuple(self._steps.late), (late.hidden,), (late.ops[-1],))
+        return self._function(section, ["hidden"], self._top.names.take("last_product"), ())
+
+    def _late_call(self, function: _Function, scope: _Scope) -> list[str]:
+        late = self._source.late
+        assert late is not None
+        given = [*(word for word in function.first), self._read(late.hidden, scope)]
+        scope.uses |= set(function.first)
+        scope.texts[late.ops[-1]] = name = scope.names.take(self._name(late.ops[0], ""))
+        return _statement(name, f"late({', '.join([function.name, *given])})")
 
     def result(self, node: Node) -> str:
         """Return the name of a value that the graph returns.

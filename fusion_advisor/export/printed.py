@@ -19,7 +19,8 @@ from fusion_advisor.export.copied.model_facts import facts
 from fusion_advisor.export.forward_source import ForwardPrinter, Source
 from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.export.outputs import OutputPrinter
-from fusion_advisor.export.parameters import joined_tensors, place_of, tensor_names
+from fusion_advisor.export.parameters import Layer, joined_tensors, place_of, tensor_names
+from fusion_advisor.fuse.cuda_graph.tail import LastProduct, last_product
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.runtime.call_tensors import is_object
 from fusion_advisor.workload.load import LoadedWorkload
@@ -81,6 +82,7 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
             model=model, graph=graph, ops=found.ops, tensors=tensors, origins=found.origins,
             arguments={node: name for node, name in arguments.items() if "." not in name},
             state={node: name for node, name in arguments.items() if "." in name},
+            late=(late := _late(graph, tensors)),
         )
     )  # fmt: skip
     body = printer.printed()
@@ -99,7 +101,7 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
         "has_aten": "aten." in text,
         "values": repr(_values(call)),
         "joined": sorted({one.name: one for one in joined.values()}.values(), key=lambda one: one.name),
-        "below": repr(_below(given)), "aten_ops": _aten_ops(graph),
+        "has_late": late is not None, "below": repr(_below(given)), "aten_ops": _aten_ops(graph),
     }  # fmt: skip
     return Printed(
         context=context, ops=ops, tensors=metas, values=_values(call), specs=specs,
@@ -132,11 +134,24 @@ def _functions(printer: ForwardPrinter) -> list[dict[str, object]]:
     return [
         {
             "name": one.name, "parameters": [*one.first, *one.given], "lines": one.lines, "outputs": one.outputs,
-            "title": ", ".join(f"`{layer.path}`" for layer in one.layers[:1])
-            + (f" to `{one.layers[-1].path}`" if len(one.layers) > 1 else ""),
+            "title": _title(one.layers),
         }
         for one in printer.functions
     ]  # fmt: skip
+
+
+def _title(layers: Sequence[Layer]) -> str:
+    if not layers:
+        return "Compute the large result that a CUDA graph leaves out: it lies in the caller's memory without a copy"
+    return f"Compute `{layers[0].path}`" + (f" to `{layers[-1].path}`" if len(layers) > 1 else "")
+
+
+def _late(graph: Graph, tensors: Collection[Node]) -> LastProduct | None:
+    """Return the large product that a graph makes last, of a value of its own and the model's tensors."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    results = list(output.all_input_nodes)
+    found = [last_product(graph, one, tensors) for one in results if len(one.users) == 1]
+    return next((one for one in found if one is not None), None)
 
 
 def _bound(loaded: LoadedWorkload) -> dict[str, Any]:

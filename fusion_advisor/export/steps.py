@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.graph.fx_nodes import is_idle_dropout, module_path
 from fusion_advisor.export.kernel_ops import KernelOp, KernelOps
 from fusion_advisor.export.parameters import Layer, is_joined_operand, layer_of
+from fusion_advisor.fuse.cuda_graph.tail import LastProduct
 
 _FEWEST_STEPS = 5
 """A layer of fewer steps that no other layer is equal to stays where it is called."""
@@ -55,11 +56,21 @@ class Steps:
     """The steps of a graph.
 
     Attributes:
-        steps: in order.
-        returned: what the graph returns.
+        steps: in order, without those of the last product.
+        late: the last product and the views of it, where it is a function of its own.
+        returned: what the graph returns; of the last product what it reads.
     """
 
-    def __init__(self, graph: Graph, ops: KernelOps) -> None:
+    def __init__(self, graph: Graph, ops: KernelOps, late: LastProduct | None = None) -> None:
+        """Read a graph.
+
+        Args:
+            graph: rewritten.
+            ops: the kernels in it.
+            late: its last product, which is a function of its own.
+        """
+        self._late = late
+        self.late: list[Step] = []
         self._same: dict[Node, Node] = {}
         self._unpacked: set[Node] = set()
         self._ops = ops
@@ -82,6 +93,8 @@ class Steps:
         for node in graph.nodes:
             if node.op == "output":
                 self.returned = [self.same(one) for one in node.all_input_nodes]
+                if self._late is not None:
+                    self.returned = [one for one in self.returned if one is not self._late.ops[-1]] + [self._late.hidden]
             if node.op != "call_function" or node in self._same or node in self._unpacked:
                 continue
             if is_joined_operand(node.target):  # read like a parameter
@@ -94,7 +107,9 @@ class Steps:
             shown = (node,) if results is None else results
             op = self._ops.of(node.target)
             is_plain = results is None or (op is not None and bool(op.in_place) and len(results) < 2)
-            self.steps.append(Step(node, shown, not is_plain, reads, layer_of(module_path(node))))
+            is_late = self._late is not None and node in self._late.ops
+            step = Step(node, shown, not is_plain, reads, None if is_late else layer_of(module_path(node)))
+            (self.late if is_late else self.steps).append(step)
 
     def _results(self, node: Node) -> tuple[Node | None, ...] | None:
         """Return what a call's results are called, where it has several and nothing reads them but by number."""

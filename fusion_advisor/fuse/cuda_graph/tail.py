@@ -8,8 +8,9 @@ weight, needs no copy where the product runs after the graph, launched like any 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +51,19 @@ class LeftOut:
     name: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LastProduct:
+    """A large product that a graph makes last of all.
+
+    Attributes:
+        hidden: the value of the graph's own that it reads; all else is given to the graph.
+        ops: the product and the views of it, in order; the last one is the result.
+    """
+
+    hidden: Node
+    ops: tuple[Node, ...]
+
+
 def as_it_is(memory: torch.Tensor) -> torch.Tensor:
     """Copy a result with its strides."""
     return memory.clone(memory_format=torch.preserve_format)
@@ -78,7 +92,7 @@ def left_out(module: GraphModule, copied: Sequence[int], given: Sequence[Any] = 
     for place, result in enumerate(results):
         if not isinstance(result, Node) or len(result.users) > 1 or results.count(result) > 1:
             continue
-        made = _last_copy(module, result, theirs) or _last_product(module, result, theirs, inputs, numbers)
+        made = _last_copy(module, result, theirs) or _product_behind(module, result, inputs, numbers)
         if made is not None:
             found[place] = made
     return found
@@ -114,10 +128,34 @@ def _numbers(module: GraphModule, given: Mapping[Node, Any]) -> dict[Node, int]:
     }
 
 
-def _last_product(
-    module: GraphModule, result: Node, theirs: set[int], inputs: Mapping[Node, int], numbers: Mapping[Node, int]
-) -> LeftOut | None:
-    """A large product of a value of the region's own and of inputs, none of them written to later, and views of it."""
+def _product_behind(
+    module: GraphModule, result: Node, inputs: Mapping[Node, int], numbers: Mapping[Node, int]
+) -> LeftOut | None:  # fmt: skip
+    found = last_product(module.graph, result, inputs, numbers)
+    if found is None:
+        return None
+    product, *views = found.ops
+    others = [source for source in _tensors_of(product, numbers) if source is not found.hidden]
+    stand_ins = {product: found.hidden, **{view: _tensors_of(view, numbers)[0] for view in views}}
+    return LeftOut(
+        make=_function([found.hidden, *others], found.ops, numbers), stand_ins=stand_ins,
+        slots=tuple(inputs[source] for source in others), name=module_path(product) or product.name,
+    )  # fmt: skip
+
+
+def last_product(
+    graph: Graph, result: Node, inputs: Collection[Node], numbers: Mapping[Node, int] = MappingProxyType({})
+) -> LastProduct | None:
+    """Return the large product that a result is, or is a view of; None where it must stay in a CUDA graph.
+
+    It reads one value of the graph's own, and inputs. None of them is written to later.
+
+    Args:
+        graph: which makes the result.
+        result: that nothing else reads.
+        inputs: tensors that are given to the graph and not copied into it.
+        numbers: open sizes of the graph, with their values.
+    """
     views: list[Node] = []
     product = result
     while _is_view(product, numbers):
@@ -132,19 +170,11 @@ def _last_product(
     if _bytes_of(product, numbers) < LEAST_BYTES or len(own) != 1 or own[0].op != "call_function":
         return None
     (hidden,) = own
+    theirs = {key for node in graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
     read = {key for source in operands for key in storages(source)}
-    if theirs.intersection(storages(hidden)) or read & _written_behind(module.graph, product):
+    if theirs.intersection(storages(hidden)) or read & _written_behind(graph, product) or is_in_autocast(product):
         return None
-    if is_in_autocast(product):
-        return None
-    operands = [hidden, *(source for source in operands if source is not hidden)]
-    left = [product, *reversed(views)]
-    stand_ins = {product: hidden, **{view: _tensors_of(view, numbers)[0] for view in left[1:]}}
-    make = _function(operands, left, numbers)
-    return LeftOut(
-        make=make, stand_ins=stand_ins, slots=tuple(inputs[source] for source in operands[1:]),
-        name=module_path(product) or product.name,
-    )  # fmt: skip
+    return LastProduct(hidden, (product, *reversed(views)))
 
 
 def _tensors_of(node: Node, numbers: Mapping[Node, int]) -> list[Node]:

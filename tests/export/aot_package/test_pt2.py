@@ -63,7 +63,9 @@ def test_a_compiled_package_on_a_gpu(backend, tmp_path):
 
     def on_gpu():
         model, inputs = models.llama()
-        return model.cuda().bfloat16(), {name: value.cuda() for name, value in inputs.items()}
+        return model.cuda().bfloat16(), {
+            name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+        }
 
     model, inputs, fused = models.fused(on_gpu, backend=backend, graph=False, skip=("cuda-graph",))
     with torch.no_grad():

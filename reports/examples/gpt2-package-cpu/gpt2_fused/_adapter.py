@@ -124,7 +124,8 @@ class FusedForward:
         given = {name: call[name] for name in ARGUMENTS}
         if self.graphs is None or torch.compiler.is_compiling():
             return self.launched(given)
-        return self.graphs.run(given, {name: _objects.at(name, given) for name in TENSORS}, self.launched)
+        tensors = {name: _objects.at(name, given) for name in TENSORS}
+        return self.graphs.run(given, tensors, self.launched)
 
     def launched(self, given: Mapping[str, Any]) -> Any:
         """Run the kernels, one launch after the other."""

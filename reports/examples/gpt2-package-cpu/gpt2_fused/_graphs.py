@@ -48,6 +48,28 @@ class CudaRecorder:
         return output, graph.replay
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Late:
+    """Stands for a large result in a recorded call: it is made behind each replay, into memory that the caller keeps.
+
+    Inside the graph it would be written to the graph's memory and copied out of it.
+    """
+
+    function: Callable[..., torch.Tensor]
+    given: tuple[Any, ...]
+    """What it is made of; tensors among it are the model's, or what the graph wrote."""
+
+    @classmethod
+    def of(cls, function: Callable[..., torch.Tensor], *given: Any) -> Late:
+        """Note a call instead of making it."""
+        return cls(function, given)
+
+
+def at_once(function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+    """Make a call that a CUDA graph would leave out."""
+    return function(*given)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Recorded:
     """A graph with the memory that it reads and writes."""
@@ -81,7 +103,11 @@ class Graphs:
         """By addresses: a graph, or why there is none; empty after the first call."""
 
     def run(
-        self, call: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], forward: Callable[[Mapping[str, Any]], Any]
+        self,
+        call: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        forward: Callable[[Mapping[str, Any]], Any],
+        recorded: Callable[[Mapping[str, Any]], Any] | None = None,
     ) -> Any:
         """Make a call, by a graph where there is one.
 
@@ -89,6 +115,7 @@ class Graphs:
             call: arguments by name.
             tensors: of the call by path: ``input_ids``, ``cache.layers.0.keys``.
             forward: makes the call launch by launch.
+            recorded: makes what a graph holds of it, with :class:`Late` in place of what is made behind it; None: ``forward``.
         """
         if self._recorder.is_recording():
             return forward(call)
@@ -103,7 +130,7 @@ class Graphs:
             self._known[key] = ""
             return forward(call)
         if isinstance(known, str):
-            known = known or self._recorded(key, call, copied, forward)
+            known = known or self._recorded(key, call, copied, recorded or forward)
         if isinstance(known, str):
             self._note(known)
             return forward(call)
@@ -135,10 +162,15 @@ def _handed_out(recorded: _Recorded, call: Mapping[str, Any], copied: Collection
     given = {id(value): call[name] for name, value in recorded.call.items()}
     of_caller = {recorded.call[name].untyped_storage().data_ptr(): call[name] for name in copied}
     copies: dict[int, torch.Tensor] = {}
+    made_late: dict[int, torch.Tensor] = {}
 
     def handed(value: Any) -> Any:
         if id(value) in given and not isinstance(value, _PLAIN):
             return given[id(value)]
+        if isinstance(value, Late):
+            if id(value) not in made_late:
+                made_late[id(value)] = value.function(*value.given)
+            return made_late[id(value)]
         if not isinstance(value, torch.Tensor):
             return value
         address = value.untyped_storage().data_ptr()
@@ -167,7 +199,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return type(value)(*(_mapped(item, change) for item in value))
     if type(value) is dict:
         return {name: _mapped(item, change) for name, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Late)):
         fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init}
         return type(value)(**{name: _mapped(item, change) for name, item in fields.items() if item is not None})
     return change(value)
