@@ -255,7 +255,7 @@ def aoti(place: Place) -> None:
     wanted = fast.get_constant_fqns()
     if missing := [name for name in wanted if name not in own]:
         raise RuntimeError(f"the package wants `{missing[0]}`, which is no tensor of the model")
-    fast.load_constants({name: own[name] for name in wanted}, check_full_update=True, user_managed=True)
+    fast.load_constants({name: own[name] for name in wanted}, check_full_update=True)
     place.laps.end("put in")
     place.first_step(lambda: fast(**call))
     place.steps(lambda: fast(**call), call)
