@@ -9,10 +9,13 @@ because it compiles and allocates what must not be in a graph.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
+
+_address = torch.Tensor.data_ptr
 
 MOST_GRAPHS = 8
 """Sets of addresses with a graph; calls on any others run kernel by kernel."""
@@ -119,9 +122,7 @@ class Graphs:
         """
         if self._recorder.is_recording():
             return forward(call)
-        copied = [name for name in tensors if "." not in name and name not in self._written]
-        fixed = [tensor for name, tensor in tensors.items() if name not in copied]
-        key = tuple(tensor.data_ptr() for tensor in (*self._tensors, *fixed))
+        key, copied = self._place(tensors)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST_GRAPHS:
@@ -134,10 +135,34 @@ class Graphs:
         if isinstance(known, str):
             self._note(known)
             return forward(call)
+        return self._replayed(known, call, copied)()
+
+    def started(self, call: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], Any] | None:
+        """Replay a call's graph where it has one, and return what hands out its results: until that is called nobody has them.
+
+        The model can be looked at while the GPU works. A call that writes into its tensors must not be started so.
+
+        Args:
+            call: as for :meth:`run`.
+            tensors: as for :meth:`run`.
+        """
+        if self._recorder.is_recording():
+            return None
+        key, copied = self._place(tensors)
+        known = self._known.get(key)
+        return self._replayed(known, call, copied) if isinstance(known, _Recorded) else None
+
+    def _replayed(self, known: _Recorded, call: Mapping[str, Any], copied: Collection[str]) -> Callable[[], Any]:
         for name in copied:
             known.call[name].copy_(call[name])
         known.replay()
-        return _handed_out(known, call, copied)
+        return lambda: _handed_out(known, call, copied)
+
+    def _place(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[int, ...], list[str]]:
+        """Return the addresses that a call's graph would read and write, and the names of what is copied into it."""
+        copied = [name for name in tensors if "." not in name and name not in self._written]
+        fixed = [tensor for name, tensor in tensors.items() if name not in copied]
+        return tuple(map(_address, itertools.chain(self._tensors, fixed))), copied
 
     def _recorded(
         self, key: tuple[int, ...], call: Mapping[str, Any], copied: Collection[str], forward: Callable[[Mapping[str, Any]], Any]

@@ -29,6 +29,7 @@ class Head(nn.Module):
     def __init__(self, *, views=True, reads_twice=False):
         super().__init__()
         self.up, self.head = nn.Linear(32, 32), nn.Linear(32, WORDS, bias=False)
+        self.up.register_buffer("scale", torch.ones(1))
         self.views, self.reads_twice = views, reads_twice
 
     def forward(self, x):
@@ -113,4 +114,49 @@ def test_a_product_that_is_read_again_stays_in_the_graph(exported):
     package.apply(model)
     assert model(x=x).logits.shape == (ROWS, WORDS)
     assert package.fallbacks(model) == {}
+    package.revert(model)
+
+
+def replace_parameter(model):
+    model.head.weight = nn.Parameter(torch.ones_like(model.head.weight))
+
+
+def replace_buffer(model):
+    model.up._buffers["scale"] = torch.ones(1)
+
+
+def add_hook(model):
+    model.up.register_forward_hook(lambda module, given, result: result + 1)
+
+
+def other_dtype(model):
+    model.double()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("with_graph", [True, False])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (replace_parameter, "a parameter or buffer is another one"), (replace_buffer, "a parameter or buffer is another one"),
+        (add_hook, "a hook was added"), (other_dtype, "parameters have another dtype"),
+    ],
+)  # fmt: skip
+def test_a_model_that_changed_runs_its_own_forward(exported, change, reason, with_graph):
+    """A graph that was replayed before the model was looked at hands nothing out."""
+    model, x, package, _ = exported(f"changed_{change.__name__}_{with_graph}".lower())
+    options = {"cuda_graph": True, "recorder": Recorder()} if with_graph else {}
+    package.apply(model, **options)
+    for _ in range(3):
+        model(x=x)
+    assert package.fallbacks(model) == {}
+    change(model)
+    if change is other_dtype:
+        with pytest.raises(RuntimeError):  # the model's own forward refuses it
+            model(x=x)
+    else:
+        found = model(x=x)
+        expected = Head.forward(model, x)
+        assert torch.equal(found.logits, expected.logits)
+    assert [words.startswith(reason) for words in package.fallbacks(model)] == [True]
     package.revert(model)
