@@ -40,7 +40,8 @@ def applied(place: Place) -> None:
     place.laps.end("apply")
     place.steps(lambda: fused(**loaded.kwargs), loaded.kwargs)
     place.note(wall_s=place.laps.wall_s, cpu_s=place.laps.cpu_s, fallbacks=list(fused.fallbacks))
-    for form, ways in FORMATS.items():
+    for form in settings["formats"]:
+        ways = FORMATS[form]
         export(place, fused, form)
         for way in ways:
             compare(place, fused, loaded, way, _INSTALL[way])

@@ -130,7 +130,8 @@ def add_hook(model):
 
 
 def other_dtype(model):
-    model.double()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
 
 
 @torch.no_grad()
