@@ -104,6 +104,7 @@ class FusedForward:
         self.fallbacks: Counter[str] = Counter()
         self.guard = _Guard(model)
         self.graphs: Graphs | None = None
+        self.seen = _objects.Seen()
 
     def method(self) -> Callable[..., Any]:
         """Return what takes the forward's place: with its signature, since callers read that, and bound to this object."""
@@ -121,9 +122,9 @@ class FusedForward:
         is_compiling = torch.compiler.is_compiling()
         refusal = self._refusal(call, len(args))
         given = {} if refusal else {name: call[name] for name in ARGUMENTS}
-        tensors = {} if refusal or self.graphs is None else {name: _objects.at(name, given) for name in TENSORS}
+        tensors = {} if refusal or self.graphs is None or is_compiling else self._tensors(given)
         started = None
-        if tensors and not WRITTEN and not is_compiling:
+        if tensors and not WRITTEN:
             started = self.graphs.started(given, tensors)  # the model is looked at while the GPU works
         if not refusal and not is_compiling:
             refusal = self.guard.change()
@@ -155,10 +156,13 @@ class FusedForward:
         if count > len(self.positions):
             return "it has more positional arguments than the forward names"
         is_compiling = torch.compiler.is_compiling()
+        is_seen = not is_compiling and self.seen.is_unchanged(call)
         for name, spec in OBJECTS.items():
-            if name not in call or not (is_compiling or _objects.is_like(spec, call[name])):
+            if name not in call or not (is_compiling or is_seen or _objects.is_like(spec, call[name])):
                 return f"`{name}` is of other classes or holds other values"
         for name, laid in TENSORS.items():
+            if is_seen and name in self.seen.tensors:
+                continue
             value = _objects.at(name, call) if "." in name else call.get(name)
             if not isinstance(value, torch.Tensor):
                 return f"`{name}` is no tensor"
@@ -166,7 +170,7 @@ class FusedForward:
                 return f"`{name}` has other sizes, another dtype or another device"
             if value.stride() != laid.stride:
                 return f"`{name}` has other strides"
-        if WRITTEN and not is_compiling and _share_memory(call):
+        if WRITTEN and not is_compiling and self._share_memory(call, is_seen):
             return "tensors of the call share memory, and it writes into some of them"
         for name, value in VALUES.items():
             found = call.get(name, self.defaults.get(name, _MISSING))
@@ -175,16 +179,25 @@ class FusedForward:
         for name, value in call.items():
             if name not in ARGUMENTS and name not in VALUES and value is not self.defaults.get(name, _MISSING):
                 return f"`{name}` was not given when it was verified"
+        if OBJECTS and not is_compiling and not is_seen and not SETS:
+            self.seen.note(call, OBJECTS, [name for name in TENSORS if "." in name])
         return ""
+
+    def _tensors(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return a call's tensors by their paths."""
+        known = self.seen.tensors
+        return {name: known[name] if name in known else _objects.at(name, call) for name in TENSORS}
+
+    def _share_memory(self, call: dict[str, Any], is_seen: bool) -> bool:
+        """Whether two of a call's tensors lie in one memory; those of objects that were seen do not."""
+        known = self.seen.storages if is_seen else frozenset()
+        names = [name for name in TENSORS if not (is_seen and name in self.seen.tensors)]
+        addresses = {_objects.at(name, call).untyped_storage().data_ptr() for name in names}
+        return len(addresses) < len(names) or not addresses.isdisjoint(known)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse: a copy would go on calling this model."""
         raise TypeError(f"revert the model before it is copied or pickled: {__package__}.revert(model)")
-
-
-def _share_memory(call: dict[str, Any]) -> bool:
-    addresses = {_objects.at(name, call).untyped_storage().data_ptr() for name in TENSORS}
-    return len(addresses) < len(TENSORS)
 
 
 class _Guard:
@@ -204,6 +217,7 @@ class _Guard:
         self._ids = [*map(id, self._known)]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._dtypes, self._on_gpu = [*map(_DTYPE, self._tensors)], [*map(_IS_CUDA, self._tensors)]
+        self._addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
         self._dropouts = [one for one in model.modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
 
     def change(self) -> str:
@@ -214,11 +228,21 @@ class _Guard:
             return "a hook was added to a submodule after apply"
         if [*map(id, itertools.chain.from_iterable(map(dict.values, self._tables)))] != self._ids:
             return "a parameter or buffer is another one than at apply: revert, and apply again"
-        if [*map(_DTYPE, self._tensors)] != self._dtypes or [*map(_IS_CUDA, self._tensors)] != self._on_gpu:
+        if [*map(_DTYPE, self._tensors)] != self._dtypes or self._are_moved():
             return "parameters have another dtype or device than at apply"
         if any(one.training for one in self._dropouts):
             return "a dropout is in train() mode"
         return ""
+
+
+    def _are_moved(self) -> bool:
+        """Whether a parameter is on another device: what has its address is on the same."""
+        found = [*map(torch.Tensor.data_ptr, self._tensors)]
+        if found == self._addresses:
+            return False
+        is_moved = [*map(_IS_CUDA, self._tensors)] != self._on_gpu
+        self._addresses = self._addresses if is_moved else found
+        return is_moved
 
 
 def _constants(device: str, model: torch.nn.Module) -> SimpleNamespace:

@@ -9,6 +9,7 @@ because it compiles and allocates what must not be in a graph.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -225,9 +226,14 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {name: _mapped(item, change) for name, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Late)):
-        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init}
+        fields = {name: getattr(value, name) for name in _field_names(type(value))}
         return type(value)(**{name: _mapped(item, change) for name, item in fields.items() if item is not None})
     return change(value)
+
+
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(one.name for one in dataclasses.fields(kind) if one.init)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
