@@ -249,15 +249,11 @@ def measure_all(
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         instruments: time the runs.
         progress: is given each contender's name and, where it cannot be run, the reason.
-        on_required: given the rows of those that the run needs, where there are others; of a training step again with each other
-            one, timed for as short.
+        on_required: given the rows of those that the run needs, where there are others; of a training step with each other too.
         watch: of a training step.
     """
     progress = progress or Progress()
-    how = _How(
-        needed_bytes=needed_bytes, on_cuda=on_cuda, runs=runs, budget_s=budget_s, least_s=least_s, traced_steps=traced_steps,
-        rewind=rewind, instruments=instruments, watch=watch,
-    )  # fmt: skip
+    how = _How(needed_bytes, on_cuda, runs, budget_s, least_s, traced_steps, rewind, instruments, watch)
     # On ranks compilers come first: a step with collectives that a CUDA graph cannot hold may end the run.
     in_order = sorted(contenders, key=lambda one: (not one.is_required, instruments.exchange is not None and not one.is_compiled))
     failed: dict[str, Baseline] = {}
@@ -272,18 +268,18 @@ def measure_all(
                     ready = [_checked(one, how) for one in ready]
                 progress.step(number, len(contenders), contender.name)
             made = _made_ready_or_why_not(contender, ready, how)
-            if isinstance(made, _Ready):
-                ready.append(made)
-            else:
+            if isinstance(made, str):
                 failed[contender.name] = Baseline(name=contender.name, note=made)
                 progress.note(f"{contender.name}: {made}")
-            if watch is not None and not contender.is_required and isinstance(made, _Ready):
+                continue
+            ready.append(made)
+            if watch is not None and not contender.is_required:
                 on_required((*_timed_in_turn(ready, how).values(), *failed.values()))
         rows = _timed_in_turn(ready, how, is_last=True)
     return tuple({**rows, **failed}[contender.name] for contender in contenders)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _How:
     """How contenders are measured; the fields are :func:`measure_all`'s."""
 
