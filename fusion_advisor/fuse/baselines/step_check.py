@@ -31,6 +31,8 @@ _POOLED, _SINGLE = 4.0, 16.0
 report shows the errors themselves."""
 _POOLED_RANDOM, _SINGLE_RANDOM, _LOSS_RANDOM = 1.5, 3.0, 3.0
 """The same for distances between steps of different random numbers; the last one is of the loss."""
+_SIZES_RANDOM, _LEAST_SIZE = 3.0, math.log(1.25)
+"""Times the change of a gradient's size between eager's seeds that its logarithm may change, and what it may change always."""
 _NO_DIGIT = 0.5
 """Relative error from which eager's gradient has no digit right."""
 _UNITS = {2: 0.5, 4: 32.0, 8: 32.0}
@@ -39,8 +41,8 @@ thousands of fp32 rows is a few units away in another order; a loss of 16-bit lo
 _USUAL = {2: 0.03, 4: 1e-4, 8: 1e-12}
 """Stands for eager's own error of all gradients where no truth tells it, by the bytes of a parameter."""
 
-_Errors = dict[str, tuple[float, float]]
-"""By the name of a gradient: its relative error, and the norm of what it is compared with."""
+_Errors = dict[str, tuple[float, float, float]]
+"""By the name of a gradient: its relative error, and the norms of what it is compared with and of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class StepReference:
         truth: the same in a wider dtype; eager's where there is none, or where the step is random.
         oracle: as in :class:`StepCheck`.
         own: eager's own error of each gradient, or the largest distance between its seeds; empty: not known.
+        sizes: of each gradient the largest logarithm of its size's change between eager's seeds; empty for a step without random
+            numbers.
         loss: the truth's, or the mean of eager's seeds.
         loss_limit: how far from that a loss may be.
         itemsize: bytes of the narrowest parameter.
@@ -69,6 +73,7 @@ class StepReference:
     truth: _Step
     oracle: str
     own: dict[str, float]
+    sizes: dict[str, float]
     loss: float
     loss_limit: float
     itemsize: int
@@ -92,7 +97,7 @@ class StepReference:
             eager_rel_l2=own, worst=worst, worst_rel_l2=errors[worst][0] if worst else 0.0,
             worst_eager_rel_l2=self.own[worst] if worst else 0.0,
         )  # fmt: skip
-        return replace(found, reason=self._wrong(found, step))
+        return replace(found, reason=self._wrong(found, step) or self._wrong_size(errors))
 
     @property
     def _unit(self) -> float:
@@ -121,6 +126,15 @@ class StepReference:
                 return f"the error of {what} is {error:.2g}, {measure} {usual:.2g}"
         return ""
 
+    def _wrong_size(self, errors: _Errors) -> str:
+        """Name a gradient that is larger or smaller than random numbers make it; a doubled one may lie within the distances."""
+        for name, usual in self.sizes.items():
+            size = _size(errors[name])
+            if size > max(_SIZES_RANDOM * usual, _LEAST_SIZE):
+                times = errors[name][2] / max(errors[name][1], 1e-300)
+                return f"the gradient of `{name}` is {times:.2g} times as large as eager's"
+        return ""
+
 
 def reference_of(eager: TrainingWay) -> StepReference:
     """Run eager's step, and the same step in a wider dtype or with other random numbers.
@@ -134,21 +148,23 @@ def reference_of(eager: TrainingWay) -> StepReference:
     if is_random:
         others = [_run(eager, seed)[0] for seed in _SEEDS]
         distances = [_errors(one, step, eager) for one in others]
-        own = {name: max(one[name][0] for one in distances if name in one) for name in step.gradients}
+        shared = [name for name in step.gradients if all(name in one for one in distances)]
+        own = {name: max(one[name][0] for one in distances) for name in shared}
+        sizes = {name: max(_size(one[name]) for one in distances) for name in shared}
         losses = [step.loss, *(one.loss for one in others)]
         return StepReference(
-            eager=step, truth=step, oracle=OTHER_NUMBERS, own=own, loss=sum(losses) / len(losses),
+            eager=step, truth=step, oracle=OTHER_NUMBERS, own=own, sizes=sizes, loss=sum(losses) / len(losses),
             loss_limit=max(_LOSS_RANDOM * (max(losses) - min(losses)), slack), itemsize=itemsize,
         )  # fmt: skip
     wide = torch.float32 if itemsize == 2 else torch.float64
     truth = _wide_step(eager, wide)
     if truth is None:
         return StepReference(
-            eager=step, truth=step, oracle="eager", own={}, loss=step.loss, loss_limit=slack, itemsize=itemsize
+            eager=step, truth=step, oracle="eager", own={}, sizes={}, loss=step.loss, loss_limit=slack, itemsize=itemsize
         )  # fmt: skip
-    own = {name: error for name, (error, _) in _errors(step, truth, eager).items()}
+    own = {name: error for name, (error, _, _) in _errors(step, truth, eager).items()}
     return StepReference(
-        eager=step, truth=truth, oracle=str(wide).removeprefix("torch."), own=own, loss=truth.loss,
+        eager=step, truth=truth, oracle=str(wide).removeprefix("torch."), own=own, sizes={}, loss=truth.loss,
         loss_limit=max(_POOLED * abs(step.loss - truth.loss), slack), itemsize=itemsize,
     )  # fmt: skip
 
@@ -193,8 +209,9 @@ def _errors(step: _Step, truth: _Step, way: TrainingWay) -> _Errors:
     found = {}
     for name, gradient in step.gradients.items():
         if name in truth.gradients:
-            true = truth.gradients[name].to(device)
-            found[name] = (error_of(gradient.to(device), true).rel_l2, float(torch.linalg.vector_norm(true.float())))
+            true, own = truth.gradients[name].to(device), gradient.to(device)
+            norms = [float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in (true, own)]
+            found[name] = (error_of(own, true).rel_l2, norms[0], norms[1])
     return found
 
 
@@ -204,5 +221,10 @@ def _mean(values: Sequence[float]) -> float:
 
 def _of_all(errors: _Errors) -> float:
     """The error of all gradients as one vector: what is nothing but rounding is small there."""
-    norm = math.hypot(*(norm for _, norm in errors.values()))
-    return math.hypot(*(error * norm for error, norm in errors.values())) / max(norm, 1e-300)
+    norm = math.hypot(*(norm for _, norm, _ in errors.values()))
+    return math.hypot(*(error * norm for error, norm, _ in errors.values())) / max(norm, 1e-300)
+
+
+def _size(one: tuple[float, float, float]) -> float:
+    """How far a gradient's size is from the other's, as the logarithm of their ratio."""
+    return abs(math.log(max(one[2], 1e-300) / max(one[1], 1e-300)))
