@@ -80,10 +80,10 @@ def command(row: Row, folder: Path, options: Sequence[str]) -> list[str]:
     return [*words, "-o", str(folder), "--force"]
 
 
-def run(row: Row, to: Path, options: Sequence[str], limit_s: float) -> int:
+def run(row: Row, to: Path, options: Sequence[str], limit_s: float, words_of: Callable[..., list[str]] = command) -> int:
     """Run a row, or end it at its limit so that it writes what it has; returns its exit code."""
     with (to / f"{row.name}.txt").open("w", encoding="utf-8") as printed:
-        process = subprocess.Popen(command(row, to / row.name, options), stdout=printed, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(words_of(row, to / row.name, options), stdout=printed, stderr=subprocess.STDOUT)
         try:
             return process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:

@@ -99,6 +99,8 @@ def _checked(check: StepCheck | None) -> str:
     loss = f"loss {check.loss:.5g}"
     if check.oracle == "eager":
         return f"{loss}, gradients differ from eager's by {units.error(check.rel_l2)}"
+    if check.rel_l2 == 0:
+        return f"{loss}, the gradients of eager"
     measure = "the distance between eager's seeds" if check.oracle == RANDOM else "eager's error"
     return f"{loss}, {check.rel_l2 / max(check.eager_rel_l2, 1e-300):.2f} × {measure}"
 
