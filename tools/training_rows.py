@@ -171,7 +171,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         state = f"{row['state_gib']:.1f} GiB"
         lines.append(f"| {row['model']} | {size} | {' | '.join(cells)} | {ratio} | {state} | {said}{kept}{cut} |")
     legend = (
-        "Milliseconds of forward, loss and backward, then with a step of AdamW (`fused=True`) behind it, and the step's peak "
+        "Milliseconds of forward, loss and backward, then with a step of AdamW (`fused=True`) after it, and the step's peak "
         "memory without AdamW's state. The ratio is of times with AdamW. A dash: not measured; the reports say why."
     )
     return "\n".join([*lines, "", legend, ""])

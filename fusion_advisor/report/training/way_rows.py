@@ -154,8 +154,8 @@ def _optimizer_line(report: Report) -> str:
     parts = report.training.parts if report.training else None
     state = f" Its state, {units.size(parts.state_bytes)}, comes on top of every peak." if parts and parts.state_bytes else ""
     return (
-        "AdamW (fused=True) was timed behind each way, in the same rounds. It reads the gradients that the way has just made, "
-        f"and writes copies of the parameters.{state}"
+        "AdamW (fused=True) was timed after the step of each way, in the same rounds. It reads the gradients that the way has "
+        f"just made, and writes copies of the parameters.{state}"
     )
 
 
