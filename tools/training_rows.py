@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,17 @@ def run(row: Row, to: Path, options: Sequence[str], limit_s: float, words_of: Ca
     """Run a row, or end it at its limit so that it writes what it has; returns its exit code."""
     with (to / f"{row.name}.txt").open("w", encoding="utf-8") as printed:
         process = subprocess.Popen(words_of(row, to / row.name, options), stdout=printed, stderr=subprocess.STDOUT)
-        try:
-            return process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-        try:
-            return process.wait(timeout=_PATIENCE_S)
-        except subprocess.TimeoutExpired:  # a compiler in C++ hears no interrupt
-            process.kill()
-            return process.wait()
+        for patience_s in (
+            limit_s,
+            _PATIENCE_S,
+            _PATIENCE_S,
+        ):  # the first interrupt waits for what is at work, the second does not
+            try:
+                return process.wait(timeout=patience_s)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+        process.kill()  # a compiler in C++ hears no interrupt
+        return process.wait()
 
 
 def report_of(row: Row, to: Path) -> Report | None:
@@ -114,6 +116,8 @@ def figures(row: Row, report: Report | None) -> dict[str, Any]:
     base: dict[str, Any] = {**asdict(row), "status": "no report" if report is None else report.status}
     if report is None:
         return base
+    if not report.baselines:  # it ended ahead of them
+        report = replace(report, baselines=(Baseline(name=EAGER, step=report.before),))
     best, own = best_way(report), next((one for one in report.baselines if one.name == OURS), None)
     parts = report.training.parts if report.training else None
     return {
@@ -166,7 +170,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         checked = sum(one["check"] is not None and one["is_right"] for one in ways.values())
         said = "; ".join([f"{checked} of {sum(one['step_ms'] is not None for one in ways.values())} as eager's", *wrong])
         cut = "" if row["status"] == "applied" else f"; {row['status']}"
-        kept = "" if row["is_kept"] else "; eager stays"
+        kept = "" if row["is_kept"] or cut else "; eager stays"
         ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f} ({row['best_other']})"
         state = f"{row['state_gib']:.1f} GiB"
         lines.append(f"| {row['model']} | {size} | {' | '.join(cells)} | {ratio} | {state} | {said}{kept}{cut} |")
@@ -209,7 +213,7 @@ def main(arguments: Sequence[str] | None = None, runner: Callable[..., int] = ru
     to, began = asked.output.resolve(), time.monotonic()
     to.mkdir(parents=True, exist_ok=True)
     for row in rows:
-        left_s = asked.total - (time.monotonic() - began) - _PATIENCE_S
+        left_s = asked.total - (time.monotonic() - began) - 2 * _PATIENCE_S
         if is_done(report_of(row, to)) or left_s <= 0:
             continue
         code = runner(row, to, words[split + 1 :], min(asked.limit, left_s))

@@ -7,6 +7,7 @@ import io
 from dataclasses import replace
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, StepCheck, StepParts
@@ -115,3 +116,11 @@ def test_every_view_shows_the_table_and_hides_nothing_harmful(report):
     assert rows[0]["with_optimizer_ns"] == str(100 * MS) and rows[2]["wrong"].startswith("its loss")
     bad = replace(report.baselines[2], name=HOSTILE, check=replace(CHECK, reason=HOSTILE))
     assert HOSTILE not in render_html(replace(report, baselines=(*report.baselines[:2], bad, *report.baselines[3:])))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_no_line_of_the_terminal_is_too_wide(report, width):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(result_table(report, console))
+    lines = console.file.getvalue().splitlines()
+    assert all(cell_len(line) <= width for line in lines) and any("+ AdamW" in line for line in lines)
