@@ -167,8 +167,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ways = row["ways"]
         cells = [_cell(ways.get(name)) for name in WAYS]
         wrong = [f"{WAYS.get(name, name)} wrong: {one['check']['reason']}" for name, one in ways.items() if not one["is_right"]]
-        checked = sum(one["check"] is not None and one["is_right"] for one in ways.values())
-        said = "; ".join([f"{checked} of {sum(one['step_ms'] is not None for one in ways.values())} as eager's", *wrong])
+        checked = [one["is_right"] for one in ways.values() if one["check"] is not None]
+        said = "; ".join([f"{sum(checked)} of {len(checked)} as eager's" if checked else "not checked", *wrong])
         cut = "" if row["status"] == "applied" else f"; {row['status']}"
         kept = "" if row["is_kept"] or cut else "; eager stays"
         ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f} ({row['best_other']})"

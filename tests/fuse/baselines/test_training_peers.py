@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from fusion_advisor.fuse.baselines.contenders import Contender, measure_all
@@ -325,3 +326,19 @@ def test_torch_compile_of_both_passes_is_timed_and_checked():
     for row in (default, autotuned):
         assert row.is_right and row.check.oracle == OTHER_NUMBERS and row.with_optimizer, row
     torch.compiler.reset()
+
+
+@pytest.mark.gpu
+def test_ligers_own_kernels_and_loss_train_a_tiny_llama_as_eager_does():
+    pytest.importorskip("liger_kernel", reason="needs liger-kernel: pip install liger-kernel")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).train()
+    ids = torch.randint(1000, (2, 128), device="cuda")
+    kwargs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    found = reference_of(way_of(model, kwargs)).check(way_of(model, kwargs, liger_model(model)))
+    assert found.is_passed and found.oracle == "float32" and found.gradients == len(list(model.parameters())), found
+    assert liger_model(model)(**kwargs).logits is None and model(**kwargs).logits is not None
+    optimizer = copied_adamw(model, on_cuda=True)
+    optimizer.behind(way_of(model, kwargs, liger_model(model)))()
