@@ -56,6 +56,34 @@ EAGER, OURS, OURS_COMPILED, COMPILED = "eager", "ours", "ours + torch.compile", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCheck:
+    """Loss and gradients of one way to run a training step, and how far they are from the truth beside eager's own."""
+
+    oracle: str
+    """``float64``, ``float32``: the same step in that dtype. ``eager``: where none fits. ``other random numbers``: the step draws
+    some, which each way draws in its own order; then errors are distances from eager's step of one seed, and eager's own are
+    those of its steps of other seeds."""
+    loss: float
+    eager_loss: float
+    gradients: int
+    """How many were compared."""
+    rel_l2: float
+    """Root mean square of all gradients' relative errors."""
+    eager_rel_l2: float
+    worst: str
+    """Name of the gradient whose error is the largest multiple of eager's own."""
+    worst_rel_l2: float
+    worst_eager_rel_l2: float
+    reason: str = ""
+    """Why it is wrong; empty where it is not."""
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether loss and gradients are within the limits."""
+        return not self.reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
     """One way to run the step, timed in turn with all others of its table."""
 
@@ -67,6 +95,17 @@ class Baseline:
     """Seconds until it gave its first result, in a process that has run the eager model."""
     note: str = ""
     """Why there are no figures, or what they hold for."""
+    with_optimizer: Timing | None = None
+    """Of a training step: the same with a step of fused AdamW behind it, in the same rounds; None where it was not timed."""
+    optimizer_peak_bytes: int = 0
+    """As the step's peak memory, with AdamW's step behind it and without AdamW's state; 0 on a CPU."""
+    check: StepCheck | None = None
+    """Of a training step."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing tells that it computes something else than eager does."""
+        return self.check is None or self.check.is_passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +312,8 @@ class StepParts:
     """AdamW as torch makes it by default, then in the other ways it offers; empty where it was not timed."""
     optimizer_note: str = ""
     """Why it was not timed."""
+    state_bytes: int = 0
+    """That fused AdamW keeps of the trained parameters between steps; 0 where no step with it was timed."""
     tokens: int = 0
     """Labels or inputs of a step by number: rows times positions of a language model, rows of everything else."""
     token_word: str = ""

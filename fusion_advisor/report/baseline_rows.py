@@ -34,20 +34,21 @@ def is_unchanged(report: Report) -> bool:
 
 
 def timed(report: Report) -> list[tuple[str, Timing]]:
-    """Every way whose steps were timed from the host's side: eager, ours where it is another step, and all others."""
+    """Every way whose steps were timed from the host's side: eager, ours where it is another step, all others that are right."""
     sides = [(EAGER, report.before.wall)]
     if report.after is not None and not is_unchanged(report):
         sides.append((OURS, report.after.wall))
-    sides += [(row.name, row.step.wall) for row in report.baselines if row.step is not None and row.name not in (EAGER, OURS)]
+    others = [row for row in report.baselines if row.is_right and row.name not in (EAGER, OURS)]
+    sides += [(row.name, row.step.wall) for row in others if row.step is not None]
     return [(name, timing) for name, timing in sides if timing is not None]
 
 
 def compiled_walls(report: Report) -> list[tuple[str, Timing]]:
-    """The modes of torch.compile that were measured, with their wall times."""
+    """The modes of torch.compile that were measured, with their wall times; not those that compute something else."""
     return [
         (row.name.removeprefix(COMPILED), row.step.wall)
         for row in report.baselines
-        if row.name.startswith(COMPILED) and row.step is not None and row.step.wall is not None
+        if row.name.startswith(COMPILED) and row.is_right and row.step is not None and row.step.wall is not None
     ]
 
 
@@ -83,7 +84,8 @@ def best_rested_peer(report: Report) -> tuple[str, Timing] | None:
 
 
 def _peers(report: Report) -> list[tuple[str, StepProfile]]:
-    return [(row.name, row.step) for row in report.baselines if row.name not in (OURS, OURS_COMPILED) and row.step is not None]
+    rows = [row for row in report.baselines if row.name not in (OURS, OURS_COMPILED) and row.is_right]
+    return [(row.name, row.step) for row in rows if row.step is not None]
 
 
 def _fastest(rows: Sequence[tuple[str, Timing | None]]) -> tuple[str, Timing] | None:
@@ -164,7 +166,7 @@ def _baseline_row(row: Baseline, own: Timing | None, rested: Timing | None) -> B
         launches=units.number(step.launches) if step.launches else "–",
         first_call="–" if row.first_call_s is None else units.seconds(row.first_call_s),
         memory=units.size(step.peak_memory_bytes) if step.peak_memory_bytes else "–",
-        note=row.note,
+        note=row.note if row.check is None or row.is_right else f"wrong: {row.check.reason}",
     )
 
 

@@ -20,6 +20,7 @@ from fusion_advisor.report.headline import headline
 from fusion_advisor.report.ranks.rows import ranks_view
 from fusion_advisor.report.shapes.view import sizes_view
 from fusion_advisor.report.training import rows as training
+from fusion_advisor.report.training.way_rows import way_table
 
 LIMIT = 60_000
 MAX_ROWS = 10
@@ -124,6 +125,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             sticky_key=sticky_key(report),
             baselines=baseline_rows.baseline_rows(report),
             has_rested=baseline_rows.has_rested(report),
+            training_ways=way_table(report),
             run_lines=baseline_rows.run_lines(report),
             predicted=baseline_rows.predicted,
             predicted_interval=baseline_rows.predicted_interval,

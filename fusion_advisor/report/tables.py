@@ -170,8 +170,11 @@ def _baselines(report: Report) -> Table:
     for row in report.baselines:
         wall = row.step.wall if row.step else None
         against = wall.median_ns / max(own.median_ns, 1) if wall and own else None
-        rows.append((row.name, *_step(row.step), against, row.first_call_s, row.note))
-    return Table(("name", *_STEP, "against_ours_ratio", "first_call_s", "note"), tuple(rows))
+        whole_ns = row.with_optimizer.median_ns if row.with_optimizer else None
+        wrong = None if row.check is None else row.check.reason
+        rows.append((row.name, *_step(row.step), against, row.first_call_s, row.note, whole_ns, row.optimizer_peak_bytes, wrong))
+    more = ("against_ours_ratio", "first_call_s", "note", "with_optimizer_ns", "optimizer_peak_memory_bytes", "wrong")
+    return Table(("name", *_STEP, *more), tuple(rows))
 
 
 def _own_steps(report: Report) -> tuple[StepProfile, ...]:

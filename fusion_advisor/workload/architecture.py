@@ -12,7 +12,8 @@ from transformers.models.auto import modeling_auto
 from fusion_advisor.errors import RemoteCodeRefused, UnknownArchitecture, UsageError
 
 # Auto classes that build what `architectures` names, by the table that lists their classes. A masked-LM or pre-training head is
-# left out on purpose: such checkpoints are used as encoders, so AutoModel builds their body.
+# left out on purpose: such checkpoints are used as encoders, so AutoModel builds their body. In training they have their head.
+_MASKED_LM = ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
 _TASKS = (
     ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
@@ -41,8 +42,8 @@ _RELATIVE_POSITIONS = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transfor
 _OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod", "roberta-prelayernorm", "mpnet"})
 
 
-def auto_class(config: Any, *, model_id: str, trust_remote_code: bool) -> Any:
-    """Return the ``AutoModel…`` class that ``config.architectures`` asks for.
+def auto_class(config: Any, *, model_id: str, trust_remote_code: bool, is_trained: bool = False) -> Any:
+    """Return the ``AutoModel…`` class that ``config.architectures`` asks for; a masked LM has its head only to be trained.
 
     Raises:
         RemoteCodeRefused: only the repository's own code has the class, and it is not trusted.
@@ -56,7 +57,7 @@ def auto_class(config: Any, *, model_id: str, trust_remote_code: bool) -> Any:
         if remote:
             matching = [name for name in remote if str(auto_map[name]).endswith(f".{named}")]
             return getattr(transformers, (matching or remote)[0])
-    for class_name, table in _TASKS:
+    for class_name, table in (*_TASKS, *((_MASKED_LM,) if is_trained else ())):
         if named and named in _classes(table, model_type):
             return getattr(transformers, class_name)
     is_decoder = _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", model_type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from fusion_advisor.workload.static_cache import cache_name, filled_cache
 _LONG_TOKENS = 512
 _SHORT_TOKENS = 128
 _IMAGE_SIZE = 224
+_MASKED, _IGNORED = 0.15, -100
+"""Share of tokens that a masked LM predicts, as BERT was trained, and the label of all others."""
 NEW_TOKENS = 32
 """Tokens that ``generate`` makes by default."""
 
@@ -41,7 +43,7 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     """Make the inputs of one step.
 
     Causal LMs get ``input_ids`` and ``use_cache=False``; for phase ``prefill`` also ``logits_to_keep=1``, where the model has it;
-    for phase ``train`` ``labels``, with which the model computes its own loss;
+    for phase ``train`` ``labels``, with which the model computes its own loss, as masked LMs and image classifiers do;
     for phase ``decode`` one token, and a static cache that a prefill of ``context`` tokens has filled.
     Encoder-decoders get both sides at the same length (Whisper: 30 s of audio features). Encoders get ``input_ids`` only, as
     users of one unpadded batch pass them. Default lengths are 512 tokens for causal LMs on a GPU and 128 for the rest, or the
@@ -75,6 +77,7 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     if has_image:
         kwargs["pixel_values"] = _pixels(config, request.batch, generator)
         if "input_ids" not in parameters:
+            kwargs.update(_labels(model, request, kwargs, generator))
             return ExampleInputs(kwargs=_placed(kwargs, device, dtype), seq_len=_edge(kwargs["pixel_values"], request))
     elif wanted == "input_features" and hasattr(config, "max_source_positions"):
         # Whisper's encoder halves the frames and takes no other number of them.
@@ -88,8 +91,7 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     kwargs.update(_text_inputs(config, request, seq_len, generator, has_audio="input_features" in kwargs, has_image=has_image))
     if "use_cache" in parameters and (is_causal or config.is_encoder_decoder):
         kwargs["use_cache"] = False
-    if request.phase == "train" and is_causal and "labels" in parameters:
-        kwargs["labels"] = kwargs["input_ids"].clone()
+    kwargs.update(_labels(model, request, kwargs, generator))
     notes: tuple[str, ...] = ()
     if request.phase == "prefill":
         if "logits_to_keep" in parameters:
@@ -97,6 +99,25 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
         else:
             notes = (f"{type(model).__name__} has no logits_to_keep: prefill computes the logits of every token",)
     return ExampleInputs(kwargs=_placed(kwargs, device, dtype), seq_len=seq_len, notes=notes)
+
+
+def _labels(
+    model: nn.Module, request: WorkloadRequest, kwargs: dict[str, Any], generator: torch.Generator
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Make what a training step predicts, where the model computes a loss of it: it is drawn after all inputs."""
+    if request.phase != "train" or "labels" not in inspect.signature(model.forward).parameters:
+        return {}
+    kind, config = type(model).__name__, cast("Any", model.config)
+    if kind.endswith("ForImageClassification"):
+        return {"labels": torch.randint(config.num_labels, (request.batch,), generator=generator)}
+    if config.is_encoder_decoder or "input_ids" not in kwargs:
+        return {}
+    ids = kwargs["input_ids"]
+    if kind.endswith("ForMaskedLM"):
+        asked = torch.rand(ids.shape, generator=generator) < _MASKED
+        asked[:, 0] = True
+        return {"labels": torch.where(asked, ids, _IGNORED)}
+    return {"labels": ids.clone()} if bool(getattr(model, "can_generate", lambda: False)()) else {}
 
 
 def _edge(pixels: torch.Tensor, request: WorkloadRequest) -> int:

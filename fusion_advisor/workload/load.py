@@ -111,7 +111,9 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
     source = resolve_source(request)
     config = source.config
     total = total_layers(config)
-    model_class = auto_class(config, model_id=request.model_id, trust_remote_code=request.trust_remote_code)
+    model_class = auto_class(
+        config, model_id=request.model_id, trust_remote_code=request.trust_remote_code, is_trained=request.phase == "train"
+    )  # fmt: skip
     if request.layers is not None:
         config = cut_layers(config, request.layers, model_id=request.model_id)
     dtype = resolve_dtype(request.dtype, device, getattr(config, "dtype", None))

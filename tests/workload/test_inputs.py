@@ -87,8 +87,19 @@ def test_a_causal_model_is_trained_on_its_own_tokens() -> None:
     workload = load("distilgpt2", phase="train", seq_len=6)
     assert torch.equal(workload.kwargs["labels"], workload.kwargs["input_ids"])
     assert workload.model(**workload.kwargs).loss.requires_grad
-    assert "labels" not in load("roberta-base", phase="train", seq_len=6).kwargs
     assert "labels" not in load("distilgpt2", seq_len=6).kwargs
+
+
+def test_masked_models_are_trained_on_a_share_of_their_tokens_and_image_models_on_classes() -> None:
+    masked = load("roberta-base", phase="train", seq_len=64, batch=2)
+    labels, ids = masked.kwargs["labels"], masked.kwargs["input_ids"]
+    asked = labels != -100
+    assert asked[:, 0].all() and 2 <= asked.sum() < asked.numel() / 2 and torch.equal(labels[asked], ids[asked])
+    assert torch.equal(ids, load("roberta-base", seq_len=64, batch=2).kwargs["input_ids"])
+    assert masked.model(**masked.kwargs).loss.requires_grad
+    seen = load("google/vit-base-patch16-224", phase="train", batch=3)
+    assert seen.kwargs["labels"].shape == (3,) and seen.kwargs["labels"].max() < seen.model.config.num_labels
+    assert seen.model(**seen.kwargs).loss.requires_grad
 
 
 def test_decode_on_a_cpu_holds_512_tokens_by_default_or_what_fits() -> None:

@@ -9,19 +9,17 @@ from __future__ import annotations
 import functools
 import logging
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import median_step
-from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.baselines.attempt import Attempt
+from fusion_advisor.fuse.baselines.failure import sentence_of
 from fusion_advisor.fuse.baselines.inductor_hybrid import Compiler, compile_rest
 from fusion_advisor.fuse.baselines.liger import NotAvailable, with_liger
 from fusion_advisor.fuse.decide import step_profile
@@ -30,7 +28,7 @@ from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite import device_memory
-from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfile, Timing
+from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepCheck, StepProfile, Timing
 from fusion_advisor.runtime.gc_pause import old_objects_left_out
 from fusion_advisor.runtime.torch_internals import aten_ops, cuda_state, dynamo, inductor
 from fusion_advisor.timing import interleaving
@@ -86,12 +84,27 @@ class Contender:
     note: str = ""
 
 
+class Watch(Protocol):
+    """What a row holds besides the step's time, where the step is a training step."""
+
+    def check(self, way: Call) -> StepCheck | None:
+        """Compare what a way computes with what eager does."""
+        ...
+
+    def larger(self, way: Call) -> Call | None:
+        """Return a step of which the way's is a part, to be timed beside it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ready:
     contender: Contender
     call: Call
     step: StepProfile
     first_call_s: float
+    larger: Call | None = None
+    larger_peak_bytes: int = 0
+    check: StepCheck | None = None
 
 
 def peers(
@@ -218,6 +231,7 @@ def measure_all(
     instruments: Instruments = MEASURED,
     progress: Progress | None = None,
     on_required: Callable[[tuple[Baseline, ...]], object] = lambda _: None,
+    watch: Watch | None = None,
 ) -> tuple[Baseline, ...]:
     """Make contenders ready one by one, then time all of them in turn.
 
@@ -235,13 +249,11 @@ def measure_all(
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         instruments: time the runs.
         progress: is given each contender's name and, where it cannot be run, the reason.
-        on_required: given the rows of those that the run needs, where there are others.
+        on_required: given the rows of those that the run needs, where there are others; of a training step with each other too.
+        watch: of a training step.
     """
     progress = progress or Progress()
-    how = _How(
-        needed_bytes=needed_bytes, on_cuda=on_cuda, runs=runs, budget_s=budget_s, least_s=least_s, traced_steps=traced_steps,
-        rewind=rewind, instruments=instruments,
-    )  # fmt: skip
+    how = _How(needed_bytes, on_cuda, runs, budget_s, least_s, traced_steps, rewind, instruments, watch)
     # On ranks compilers come first: a step with collectives that a CUDA graph cannot hold may end the run.
     in_order = sorted(contenders, key=lambda one: (not one.is_required, instruments.exchange is not None and not one.is_compiled))
     failed: dict[str, Baseline] = {}
@@ -253,18 +265,21 @@ def measure_all(
             if not contender.is_required:  # the others take no time to make ready
                 if number and in_order[number - 1].is_required:
                     on_required(tuple(_timed_in_turn(ready, how).values()))
+                    ready = [_checked(one, how) for one in ready]
                 progress.step(number, len(contenders), contender.name)
             made = _made_ready_or_why_not(contender, ready, how)
-            if isinstance(made, _Ready):
-                ready.append(made)
-            else:
+            if isinstance(made, str):
                 failed[contender.name] = Baseline(name=contender.name, note=made)
                 progress.note(f"{contender.name}: {made}")
+                continue
+            ready.append(made)
+            if watch is not None and not contender.is_required:
+                on_required((*_timed_in_turn(ready, how).values(), *failed.values()))
         rows = _timed_in_turn(ready, how, is_last=True)
     return tuple({**rows, **failed}[contender.name] for contender in contenders)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _How:
     """How contenders are measured; the fields are :func:`measure_all`'s."""
 
@@ -276,16 +291,24 @@ class _How:
     traced_steps: int
     rewind: Callable[[], object]
     instruments: Instruments
+    watch: Watch | None
+
+
+def _checked(one: _Ready, how: _How) -> _Ready:
+    return one if how.watch is None or one.check is not None else replace(one, check=how.watch.check(one.call))
 
 
 def _timed_in_turn(ready: Sequence[_Ready], how: _How, *, is_last: bool = False) -> dict[str, Baseline]:
     """Time contenders against each other; the last time for longer, and after rests where the power limit throttles one."""
-    calls, all_s = [one.call for one in ready], how.budget_s * len(ready) * (1 if is_last else _FIRST_SHARE)
+    calls = [one.call for one in ready]
+    larger = {number: one.larger for number, one in enumerate(ready) if one.larger is not None}
+    all_s = how.budget_s * (len(ready) + len(larger)) * (1 if is_last else _FIRST_SHARE)
     has_peers = any(not one.contender.is_required for one in ready)
     timings = how.instruments.walls(
-        calls, on_cuda=how.on_cuda, runs=how.runs, budget_s=all_s, least_s=how.least_s, patience=_PATIENCE if has_peers else 1.0,
-        rewind=how.rewind, timer=how.instruments.timer,
+        [*calls, *larger.values()], on_cuda=how.on_cuda, runs=how.runs, budget_s=all_s, least_s=how.least_s,
+        patience=_PATIENCE if has_peers else 1.0, rewind=how.rewind, timer=how.instruments.timer,
     )  # fmt: skip
+    of_larger = dict(zip(larger, timings[len(ready) :], strict=True))
     rested: Sequence[Timing | None] = [None] * len(ready)
     if is_last and any(is_at_power_limit(wall.clocks) for wall in timings):
         # A quarter of the time: few rounds tell as much.
@@ -296,8 +319,11 @@ def _timed_in_turn(ready: Sequence[_Ready], how: _How, *, is_last: bool = False)
             step=replace(one.step, wall=wall, rested=after_rest),
             first_call_s=one.first_call_s,
             note=one.contender.note,
+            with_optimizer=of_larger.get(number),
+            optimizer_peak_bytes=one.larger_peak_bytes,
+            check=one.check,
         )
-        for one, wall, after_rest in zip(ready, timings, rested, strict=True)
+        for number, (one, wall, after_rest) in enumerate(zip(ready, timings[: len(ready)], rested, strict=True))
     }
 
 
@@ -322,7 +348,7 @@ def _made_ready_or_why_not(contender: Contender, ready: Sequence[_Ready], how: _
             raise
         if not isinstance(error, NotAvailable):
             _log.info("%s", contender.name, exc_info=error)
-        return attempt.failed(_sentence(error))
+        return attempt.failed(sentence_of(error))
 
 
 def _made_ready(contender: Contender, how: _How, attempt: Attempt) -> _Ready:
@@ -351,29 +377,18 @@ def _made_ready(contender: Contender, how: _How, attempt: Attempt) -> _Ready:
         trace = profiler.record(call, steps=how.traced_steps, on_cuda=on_cuda, before=rewind)
         launches = median_step(trace, on_cuda=on_cuda).launches
         step = step_profile.step_profile(contender.name, step_profile.classed_by_name(launches))
-    return _Ready(
-        contender=contender,
-        call=call,
-        step=replace(step, peak_memory_bytes=peak if on_cuda else 0),
-        first_call_s=round(taken_s, 3),
-    )
+    larger = None if how.watch is None else how.watch.larger(call)
+    if larger is not None:
+        larger()
+    larger_bytes = 0 if larger is None else device_memory.transient_bytes(larger, on_cuda=on_cuda)
+    made = _Ready(
+        contender=contender, call=call, step=replace(step, peak_memory_bytes=peak if on_cuda else 0),
+        first_call_s=round(taken_s, 3), larger=larger,
+        larger_peak_bytes=how.needed_bytes + kept_bytes + larger_bytes if larger is not None and on_cuda else 0,
+    )  # fmt: skip
+    return made if contender.is_required else _checked(made, how)
 
 
 def named(rows: Sequence[Baseline], name: str) -> Baseline:
     """Return the row of a name."""
     return next(row for row in rows if row.name == name)
-
-
-def _sentence(error: Exception) -> str:
-    """What went wrong, in one line; who raised it, and where, unless the words are ours or the driver's."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    has_heading = bool(lines) and lines[0].endswith(":")  # "backend='inductor' raised:"
-    text = " ".join(lines[: 2 if has_heading else 1]).rstrip(":")
-    if text and isinstance(error, NotAvailable | AdvisorError | interleaving.CannotRecord):
-        return text
-    raised: BaseException = error
-    while raised.__cause__ is not None:
-        raised = raised.__cause__
-    frames = traceback.extract_tb(raised.__traceback__)
-    where = f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{where}: {text}" if text else f"{type(error).__name__}{where}, without a message"

@@ -48,11 +48,23 @@ def with_liger(loaded: LoadedWorkload) -> Callable[[], Any]:
     Raises:
         NotAvailable: liger-kernel is not installed, or has nothing for this model.
     """
+    call = liger_model(loaded.model)
+    return lambda: call(*loaded.args, **loaded.kwargs)
+
+
+def liger_model(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return a model's call with Liger's kernels; gradients reach the model's own parameters.
+
+    Args:
+        model: left as it is.
+
+    Raises:
+        NotAvailable: liger-kernel is not installed, or has nothing for this model.
+    """
     try:
         transformers = importlib.import_module("liger_kernel.transformers")
     except ImportError as error:
         raise NotAvailable("liger-kernel is not installed: pip install liger-kernel") from error
-    model = loaded.model
     kind = str(getattr(getattr(model, "config", None), "model_type", "")) or type(model).__name__
     patch = getattr(transformers, f"apply_liger_kernel_to_{kind}", None)
     if patch is None:
@@ -63,9 +75,9 @@ def with_liger(loaded: LoadedWorkload) -> Callable[[], Any]:
     off = {name: False for name in _LEFT_OUT if name in inspect.signature(patch).parameters}
     changes = _changes_of(lambda: patch(model=twin, **off), _owners(model))
 
-    def call() -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with _in_place(changes):
-            return twin(*loaded.args, **loaded.kwargs)
+            return twin(*args, **kwargs)
 
     return call
 

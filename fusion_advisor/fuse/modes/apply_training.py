@@ -18,6 +18,7 @@ from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.autotune.start_compilers import building_ahead
 from fusion_advisor.capture.graph import tracer
 from fusion_advisor.capture.step_memory import record_step_memory
+from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.training import in_training
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import CannotCapture, NoCompiler
@@ -45,7 +46,7 @@ from fusion_advisor.fuse.train import step_parts
 from fusion_advisor.fuse.train.journal import Entry, Journal
 from fusion_advisor.fuse.train.trained_model import TrainedModel
 from fusion_advisor.fuse.whole_model_gate import why_nothing_stays
-from fusion_advisor.records import EAGER, OURS, Capture, Finding, Report, Status
+from fusion_advisor.records import EAGER, OURS, Baseline, Capture, Finding, Report, Status, Training
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.weights import seeded
@@ -229,21 +230,45 @@ def _measured(
     """Time the step before and after, trace it, and revert everything where the whole does not pass."""
     kept = [entry for entry in journal.entries if entry.variant is not None and not _refusal_of(fused, entry)]
     is_lighter = any(row.status is Status.KEPT for row in report.rewrites)
-    if not kept and not is_lighter:
-        rows = baselines_of(job, fused, report, None, on_report)
-        before = profile_of(rows, EAGER, "eager")
-        unchanged = replace(before, label=UNCHANGED)
-        return replace(report, status="applied", before=before, after=unchanged, baselines=without_doubles(rows))
-    with job.clock.phase("measure after"):
-        with fused.launched():
-            runs, after_step = traced(job, fused, kept)
-        report = _with_own_parts(job, fused, report)
-    rows = baselines_of(job, fused, report, after_step, on_report)
+    after_step: Step | None = None
+    concluded = functools.partial(_unchanged, report)
+    if kept or is_lighter:
+        with job.clock.phase("measure after"):
+            with fused.launched():
+                runs, after_step = traced(job, fused, kept)
+            report = _with_own_parts(job, fused, report)
+        whole = Variant(modules=[module for entry in kept for module in modules_of(entry)])
+        fusions = tuple(with_receipt(fusion, whole, after_step, runs) for fusion in report.fusions)
+        concluded = functools.partial(_concluded, job, fused, replace(report, fusions=fusions))
+
+    def early(rows: tuple[Baseline, ...], state_bytes: int) -> None:
+        so_far, _ = concluded(rows, state_bytes)
+        on_report(replace(so_far, status="interrupted", durations_s=tuple(job.clock.durations_s)))
+
+    final, refusal = concluded(*baselines_of(job, fused, after_step, report.before, early))
+    if refusal:
+        job.progress.warn(refusal)
+    return final
+
+
+def _unchanged(report: Report, rows: tuple[Baseline, ...], state_bytes: int) -> tuple[Report, str]:
+    """Return the report of a run that kept nothing."""
+    before = profile_of(rows, EAGER, "eager")
+    final = replace(
+        report, status="applied", before=before, after=replace(before, label=UNCHANGED), baselines=without_doubles(rows),
+        training=_with_state(report.training, state_bytes),
+    )  # fmt: skip
+    return final, ""
+
+
+def _concluded(
+    job: TrainingJob, fused: TrainedModel, report: Report, rows: tuple[Baseline, ...], state_bytes: int
+) -> tuple[Report, str]:  # fmt: skip
+    """Return the report with the times of all ways, and why nothing stays; empty where something does."""
     before, after = (profile_of(rows, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
-    whole = Variant(modules=[module for entry in kept for module in modules_of(entry)])
     final = replace(
         report, status="applied", before=before, after=after, baselines=without_doubles(rows),
-        fusions=tuple(with_receipt(fusion, whole, after_step, runs) for fusion in report.fusions),
+        training=_with_state(report.training, state_bytes),
         warnings=(*report.warnings, *(f"the fused model ran its original ops: {reason}" for reason in fused.fallbacks)),
     )  # fmt: skip
     assert before.wall is not None and after.wall is not None
@@ -253,11 +278,15 @@ def _measured(
         is_time_judged=job.options.is_timed and job.options.memory_budget >= 1,
     )  # fmt: skip
     if refusal is None:
-        return final
-    job.progress.warn(refusal)
+        return final, ""
     dropped = replace(reverted(final, refusal), after=replace(before, label=UNCHANGED))
-    training = report.training
-    return dropped if training is None else replace(dropped, training=training.eager_alone())
+    return (dropped if final.training is None else replace(dropped, training=final.training.eager_alone())), refusal
+
+
+def _with_state(training: Training | None, state_bytes: int) -> Training | None:
+    if training is None or training.parts is None:
+        return training
+    return replace(training, parts=replace(training.parts, state_bytes=state_bytes))
 
 
 def _is_replayed(fused: TrainedModel) -> bool:

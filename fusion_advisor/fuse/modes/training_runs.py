@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule
@@ -13,8 +13,9 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step, median_step
 from fusion_advisor.capture.training import TrainingStep
-from fusion_advisor.fuse.after_side import profile_of, without_doubles
 from fusion_advisor.fuse.baselines.contenders import Contender, measure_all
+from fusion_advisor.fuse.baselines.training_peers import StepWatch, training_peers
+from fusion_advisor.fuse.baselines.training_step import TrainingWay, copied_adamw
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -22,16 +23,14 @@ from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.fuse.train.journal import Entry
 from fusion_advisor.fuse.train.trained_model import TrainedModel
-from fusion_advisor.records import COMPILED, EAGER, OURS, Baseline, Report
-from fusion_advisor.runtime.torch_internals import dynamo
+from fusion_advisor.records import EAGER, OURS, Baseline, StepProfile
+from fusion_advisor.units import duration
 from fusion_advisor.workload.load import LoadedWorkload
 
 UNCHANGED = "unchanged"
 """Label of the step after a run that kept nothing."""
 _QUICK_S = 1.0
 """Seconds for each way to run the step, with ``--quick``."""
-_COMPILE_S = 300.0
-"""Of torch.compile's default mode, which compiles both passes; a step of GPT-2 takes it about a minute on two cores."""
 
 Call = Callable[..., Any]
 
@@ -53,15 +52,18 @@ class TrainingJob:
         loaded = self.loaded
         return TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id, call=call)
 
-    def without_gradients_after(self, call: Call) -> Callable[[], None]:
+    def without_gradients_after(self, call: Call) -> TrainingWay:
         """Return the step for a clock: it leaves no gradients, so that each step allocates its own."""
-        step = self.step(call)
+        loaded = self.loaded
+        return TrainingWay(
+            model=loaded.model, args=loaded.args, kwargs=loaded.kwargs, forward=call, model_id=loaded.record.model_id
+        )  # fmt: skip
 
-        def run() -> None:
-            step()
-            self.loaded.model.zero_grad(set_to_none=True)
-
-        return run
+    @property
+    def with_peers(self) -> bool:
+        """Whether other ways to run the step are measured."""
+        asked = self.options.measures_compile
+        return self.on_cuda or bool(self.options.command) if asked is None else asked
 
 
 def modules_of(entry: Entry) -> list[GraphModule]:
@@ -109,27 +111,24 @@ def traced(job: TrainingJob, fused: TrainedModel, kept: list[Entry]) -> tuple[li
 
 
 def baselines_of(
-    job: TrainingJob, fused: TrainedModel, report: Report, after_step: Step | None, on_report: Callable[[Report], None]
-) -> tuple[Baseline, ...]:
-    """Time eager, ours where something of it stays, and torch.compile where it is asked for, in turn.
+    job: TrainingJob, fused: TrainedModel, after_step: Step | None, before: StepProfile,
+    on_rows: Callable[[tuple[Baseline, ...], int], None],
+) -> tuple[tuple[Baseline, ...], int]:  # fmt: skip
+    """Time eager, ours where something of it stays, and the other ways where they are asked for, in turn.
 
     Args:
         job: the run.
         fused: the model.
-        report: so far.
         after_step: the fused step's trace; None where nothing stays.
-        on_report: given the report once eager and ours are timed.
+        before: the eager step's.
+        on_rows: given what is returned once eager and ours are timed, and again with each other way.
+
+    Returns:
+        The rows, and the bytes of AdamW's state; 0 where no step with it was timed.
     """
     loaded, options = job.loaded, job.options
-
-    def compiled() -> Callable[[], None]:
-        return job.without_gradients_after(dynamo.compiled_call(loaded.model, "inductor", mode="default"))
-
-    contenders = [
-        Contender(
-            name=EAGER, make=lambda: job.without_gradients_after(fused.original_call), step=report.before, is_required=True
-        )
-    ]  # fmt: skip
+    eager = job.without_gradients_after(fused.original_call)
+    contenders = [Contender(name=EAGER, make=lambda: eager, step=before, is_required=True)]
     if after_step is not None:
         after = step_profile.step_profile("fused", after_step.launches)
         contenders.append(
@@ -139,24 +138,32 @@ def baselines_of(
             )
         )  # fmt: skip
     budget_s = min(options.budgets.wall_s, _QUICK_S) if options.effort == "quick" else options.budgets.wall_s
-    asked = options.measures_compile
-    if job.on_cuda or bool(options.command) if asked is None else asked:
-        contenders.append(
-            Contender(
-                name=f"{COMPILED}default", make=compiled, is_compiled=True, limit_s=_COMPILE_S,
-                note="first call with empty caches",
-            )
+    if job.with_peers:
+        others = training_peers(
+            loaded, job.without_gradients_after, on_cuda=job.on_cuda, max_autotune=options.max_autotune
         )  # fmt: skip
-
-    def early(rows: tuple[Baseline, ...]) -> None:
-        before = profile_of(rows, EAGER, "eager")
-        after = profile_of(rows, OURS, "fused") if after_step is not None else replace(before, label=UNCHANGED)
-        on_report(replace(report, before=before, after=after, baselines=without_doubles(rows)))
-
+        # What a CPU has none of is told where it was asked for.
+        contenders += [one for one in others if one.is_compiled or job.on_cuda or options.is_peer_asked_for]
     with job.clock.phase("baselines"):
-        return measure_all(
+        optimizer = copied_adamw(loaded.model, on_cuda=job.on_cuda)
+        if isinstance(optimizer, str):
+            job.progress.note(f"the step with its optimizer was not timed: {optimizer}")
+        watch = StepWatch(eager, None if isinstance(optimizer, str) else optimizer)
+        state_bytes = 0 if watch.optimizer is None else watch.optimizer.state_bytes
+
+        def early(rows: tuple[Baseline, ...]) -> None:
+            job.progress.note(_said(rows))
+            on_rows(rows, state_bytes)
+
+        rows = measure_all(
             contenders, needed_bytes=needed_bytes(loaded.model, loaded.args, loaded.kwargs), on_cuda=job.on_cuda,
             runs=options.runs, budget_s=budget_s,
             least_s=options.min_time_s, traced_steps=options.steps, instruments=job.instruments, progress=job.progress,
-            on_required=early,
+            on_required=early, watch=watch,
         )  # fmt: skip
+    return rows, state_bytes
+
+
+def _said(rows: tuple[Baseline, ...]) -> str:
+    timed = [(row.name, row.step.wall.median_ns) for row in rows if row.step is not None and row.step.wall is not None]
+    return ", ".join(f"{name} {duration(ns)}" for name, ns in timed)

@@ -29,7 +29,7 @@ _CLEAR_SHARE = 0.95
 """What is faster takes at most this share of the default's time: less is no finding."""
 _USUALLY_FREE_BYTES = 4 << 30
 """On a CPU whose system does not tell."""
-_NO_MEMORY = "no memory is left for copies of the parameters"
+NO_MEMORY = "no memory is left for copies of the parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +110,8 @@ def time_optimizers(
         The times, the default's first; or none, and the reason.
     """
     trained = [one for one in parameters if one.requires_grad]
-    if any(type(one.data) is not torch.Tensor for one in trained):
-        return (), "a parameter is of a tensor class that only an optimizer of the program itself may write"
-    if not all(one.is_floating_point() for one in trained):
-        return (), "a parameter is complex: fused AdamW takes floating-point ones alone"
-    if _COPIES * sum(one.nbytes for one in trained) > _free_bytes(on_cuda=how.on_cuda):
-        return (), _NO_MEMORY
+    if refusal := why_no_optimizer(trained, _COPIES, on_cuda=how.on_cuda):
+        return (), refusal
     times = []
     try:
         copies = [one.detach().clone().requires_grad_() for one in trained]
@@ -131,8 +127,23 @@ def time_optimizers(
             times.append(OptimizerTime(change=change, step_ns=round(statistics.median(own))))
             del optimizer  # its state, before the next one's is made
     except (torch.cuda.OutOfMemoryError, MemoryError):
-        return (), _NO_MEMORY
+        return (), NO_MEMORY
     return tuple(times), ""
+
+
+def why_no_optimizer(trained: Sequence[torch.Tensor], copies: int, *, on_cuda: bool) -> str:
+    """Say why fused AdamW cannot run over copies of parameters; empty where it can.
+
+    Args:
+        trained: the parameters.
+        copies: how many times their bytes it takes.
+        on_cuda: whether they are on a GPU.
+    """
+    if any(type(one.data) is not torch.Tensor for one in trained):
+        return "a parameter is of a tensor class that only an optimizer of the program itself may write"
+    if not all(one.is_floating_point() for one in trained):
+        return "a parameter is complex: fused AdamW takes floating-point ones alone"
+    return NO_MEMORY if copies * sum(one.nbytes for one in trained) > _free_bytes(on_cuda=on_cuda) else ""
 
 
 def _free_bytes(*, on_cuda: bool) -> int:

@@ -46,6 +46,7 @@ from fusion_advisor.report.shapes.view import sizes_view
 from fusion_advisor.report.training import rows as training
 from fusion_advisor.report.training import step_rows
 from fusion_advisor.report.training.memory_chart import memory_chart
+from fusion_advisor.report.training.way_rows import way_table
 
 _MEMORY_COLOURS = {
     "activation": charts.COLOURS["gemm"], "gradient": charts.COLOURS["fused"], "working": charts.COLOURS["reduction"],
@@ -168,6 +169,7 @@ def _tables(report: Report, top_kernels: int) -> dict[str, object]:
         "modules": training.module_rows(report, MAX_MODULES),
         "part_rows": step_rows.part_rows(report),
         "part_lines": step_rows.part_lines(report),
+        "training_ways": way_table(report),
         "memory_lines": step_rows.memory_lines(report),
         "holder_rows": step_rows.holder_rows,
         "recomputed_rows": step_rows.recomputed_rows(report),

@@ -17,6 +17,7 @@ from fusion_advisor.report.terminal.compare import gate_lines
 from fusion_advisor.report.terminal.layout import TONES, Column, fitted_table, is_ascii, text_line
 from fusion_advisor.report.terminal.ranks import rank_lines
 from fusion_advisor.report.terminal.sizes import size_lines
+from fusion_advisor.report.terminal.training import way_table
 from fusion_advisor.report.training import rows as training
 
 _MOST_WARNINGS = 5
@@ -74,7 +75,8 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         lines += [fitted_table(_fusion_columns(report), console), Text("")]
     else:
         lines.append(text_line("No rewrite was tried: no chain had a kernel.", console))
-    lines += [*size_lines(report.shapes, console), *rank_lines(ranks_view(report.ranks), console), *_baselines(report, console)]
+    lines += [*size_lines(report.shapes, console), *rank_lines(ranks_view(report.ranks), console)]
+    lines += way_table(report, console) or _baselines(report, console)
     details = (
         waterfall_rows.sum_line(report),
         shared_rows.launch_line(report),

@@ -95,8 +95,7 @@ def throughput_lines(report: Report) -> tuple[str, ...]:
         rates = ", ".join(f"{label} {units.number(round(parts.tokens * 1e9 / ns))}" for label, ns in sides)
         lines.append(f"{parts.token_word.capitalize()} per second, without an optimizer: {rates}.")
     if parts.flops:
-        peak = DATASHEET_FLOPS.get(report.environment.device_name) if report.workload.dtype in _HALVES else None
-        rates = ", ".join(f"{label} {_rate(parts.flops, ns, peak)}" for label, ns in sides)
+        rates = ", ".join(f"{label} {_rate(report, parts.flops, ns)}" for label, ns in sides)
         lines.append(
             f"{_flops(parts.flops)} a step (matrix products, convolutions and attention, as the model's own ops compute them): "
             f"{rates}."
@@ -111,10 +110,21 @@ def _flops(count: float) -> str:
     return f"{count / 1e6:.3g} MFLOP"
 
 
-def _rate(flops: int, step_ns: int, peak: int | None) -> str:
-    in_a_second = flops * 1e9 / step_ns
-    mfu = "" if peak is None else f" (MFU {units.share(in_a_second / peak)})"
-    return f"{_flops(in_a_second)}/s{mfu}"
+def _rate(report: Report, flops: int, step_ns: int) -> str:
+    share = mfu(report, step_ns)
+    return f"{_flops(flops * 1e9 / step_ns)}/s{f' (MFU {share})' if share else ''}"
+
+
+def mfu(report: Report, step_ns: int) -> str:
+    """Return which share of the device's datasheet rate a step of some time reaches; empty where that is not known.
+
+    Args:
+        report: of the step.
+        step_ns: its time.
+    """
+    parts = None if report.training is None else report.training.parts
+    peak = DATASHEET_FLOPS.get(report.environment.device_name) if report.workload.dtype in _HALVES else None
+    return units.share(parts.flops * 1e9 / step_ns / peak) if parts is not None and parts.flops and peak else ""
 
 
 def memory_lines(report: Report) -> tuple[str, ...]:
