@@ -79,7 +79,8 @@ def settings_of(asked: Any) -> dict[str, Any]:
     weights = "local" if Path(asked.model).is_dir() else "random"
     return {
         "request": {"model_id": asked.model, "weights": weights, "offline": True, **request},
-        "options": {"effort": "quick", "compile": False, **json.loads(asked.options)}, "formats": asked.formats.split(","),
+        "options": {"effort": "quick", "compile": False, **json.loads(asked.options)},
+        "formats": asked.formats.split(","),
     }
 
 
