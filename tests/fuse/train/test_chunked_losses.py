@@ -285,3 +285,13 @@ def test_passes_of_a_step_with_a_loss_in_chunks_are_fused_too():
     _, _, compiled, backend = made()
     compiled(*batch()).backward()
     assert any(half.is_changed for half in backend.graphs[0].halves)
+
+
+def test_chunks_of_one_size_share_a_kernel_that_makes_their_losses_and_gradients():
+    _, _, compiled, backend = made()
+    compiled(*batch()).backward()
+    forward = next(half for half in backend.graphs[0].halves if "linear_cross_entropy" in str(half.graph.graph))
+    nodes = [str(node.target) for node in forward.module.graph.nodes if node.op == "call_function"]
+    kernels = [name for name in nodes if "nll_loss_backward" in name]
+    assert len(kernels) == 4 and not any("aten" in name or "linear_cross_entropy" in name for name in kernels)
+    assert nodes.count("aten.mm.default") >= 3 * 4 and "aten._log_softmax.default" not in nodes
