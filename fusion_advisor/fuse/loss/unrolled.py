@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from fusion_advisor.fuse.loss.peak_memory import is_op
 from fusion_advisor.runtime.torch_internals import fake_mode
 
 _ATEN = torch.ops.aten
+_OP = "fusion_advisor::linear_cross_entropy"
 _NO_REDUCTION = 0
 _LOSS, _HIDDEN, _WEIGHT = 0, 1, 2
 """Numbers of the op's results."""
@@ -41,12 +42,21 @@ def unroll_losses(graph_module: GraphModule) -> GraphModule:
     Args:
         graph_module: one of AOTAutograd's passes, with the fake results of its nodes; it is changed.
     """
-    found = [node for node in graph_module.graph.nodes if is_op(node, "fusion_advisor::linear_cross_entropy")]
+    found = [node for node in graph_module.graph.nodes if is_op(node, _OP)]
     for node in filter(is_unrolled, found):
         _Unrolled.of(graph_module, node).put()
     graph_module.graph.lint()
     graph_module.recompile()
     return graph_module
+
+
+def holds_unrolled(passes: Mapping[str, GraphModule]) -> bool:
+    """Whether a step has a loss that becomes its chunks' ops.
+
+    Args:
+        passes: both by name, as AOTAutograd made them.
+    """
+    return any(is_op(node, _OP) and is_unrolled(node) for one in passes.values() for node in one.graph.nodes)
 
 
 def is_unrolled(node: Node) -> bool:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion_advisor import units
 from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.live.model_check import Wide
 from fusion_advisor.fuse.loss.budget import row_of_budget
-from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, judged
+from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, verdict_on_loss
+from fusion_advisor.fuse.loss.unrolled import holds_unrolled
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
@@ -89,10 +89,12 @@ class TrainedGraph:
     Attributes:
         outcome: known after the first call.
         step_graph: replays both passes where that pays; None where no graph was tried.
+        left_out: passes that were rewritten too, and are not those of the step.
     """
 
     outcome: Outcome | None = None
     step_graph: StepGraph | None = None
+    left_out: tuple[GraphModule, ...] = ()
 
     def __init__(
         self,
@@ -225,6 +227,9 @@ class TrainedGraph:
             rows = (*rows, row_of_budget(self._budget, *peaks))
         step = TrainingStep.of(self._own, self._names(args), args)
         self._optimise_halves(step)
+        if row is not None and row.status is Status.SLOWER and (fused := self._with_fused_losses(row, args)) is not None:
+            rows, is_chunked = (fused, *rows[1:]), fused.status is Status.KEPT
+            step = TrainingStep.of(self._own, self._names(args), args)
         is_lighter = any(one.status is Status.KEPT for one in rows)
         if not is_lighter and not any(half.is_changed for half in self.halves):
             return Outcome(NOTHING, step_rows=rows)
@@ -247,7 +252,6 @@ class TrainedGraph:
         self._drops = self._losses.chunked.like
         step = TrainingStep.of(self._own, self._names(args), args)
         before, after = self._drops(self._base.call), self._chunked.call
-        saved_bytes = self._base.peak_bytes(lambda _: 0) - self._chunked.peak_bytes(chunk_inside)
         with self._base.instead(lambda graph: graph.forward), self._chunked.instead(lambda graph: graph.forward):
             self._passes = self._chunked
             reason, _ = self._checked(step)
@@ -255,10 +259,38 @@ class TrainedGraph:
             change = None if reason or not is_timed else self._compared(
                 lambda: step.run(before), lambda: step.run(after), step
             )  # fmt: skip
-        row = verdict_on_loss(row, reason, change, saved_bytes)
+        row = verdict_on_loss(row, reason, change, self._spared_bytes())
         if row.status is not Status.KEPT:
             self._passes, self._drops = self._base, lambda call: call
         return row
+
+    def _with_fused_losses(self, row: GraphRewrite, args: tuple[Any, ...]) -> GraphRewrite | None:
+        """Judge losses in chunks again, with the kernels that both steps get; None where no kernel joins the ops of a chunk.
+
+        Op by op a chunk reads and writes nearly three times the bytes, and the step with all logits as many more. So which is
+        faster that way says little of which is faster with kernels.
+        """
+        assert self._chunked is not None and self._losses is not None and self._losses.chunked is not None
+        if not holds_unrolled(self._chunked.graphs):
+            return None
+        whole, self._passes, self._drops = self._passes, self._chunked, self._losses.chunked.like
+        step = TrainingStep.of(self._own, self._names(args), args)
+        self._optimise_halves(step)
+        reason, _ = self._checked(step)
+        change = None if reason else self._compared(
+            lambda: step.run(self._drops(whole.call)), lambda: step.run(self._joint), step
+        )  # fmt: skip
+        row = verdict_on_loss(row, reason, change, self._spared_bytes(), words=" with the kernels of both steps")
+        if row.status is not Status.KEPT:
+            self._passes, self._drops = whole, lambda call: call
+        left = whole if row.status is Status.KEPT else self._chunked
+        self.left_out = tuple(half.graph for half in left.halves)
+        return row
+
+    def _spared_bytes(self) -> int:
+        """Return how much less memory a step takes at its peak with its losses in chunks."""
+        assert self._chunked is not None
+        return self._base.peak_bytes(lambda _: 0) - self._chunked.peak_bytes(chunk_inside)
 
     def _checked(self, step: TrainingStep) -> tuple[str, ModelCheck | None]:
         """Compare the passes in use with the graph's own ops.
@@ -363,30 +395,3 @@ class TrainedGraph:
 
 def _is_on_cuda(args: Sequence[Any]) -> bool:
     return any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
-
-
-def verdict_on_loss(row: GraphRewrite, reason: str, change: Comparison | None, saved_bytes: int) -> GraphRewrite:
-    """Return the row of losses in chunks: they stay if their numbers pass and the step is not measurably slower with them.
-
-    They need not be faster: they are there for the memory.
-
-    Args:
-        row: before.
-        reason: what is wrong with the numbers; empty where they pass.
-        change: of the step's time; None where it was not timed.
-        saved_bytes: of the step at its peak.
-    """
-    if reason:
-        return judged(row, Status.WRONG_NUMBERS, reason)
-    interval = None if change is None else (change.low_ns, change.high_ns)
-    delta_ns = None if change is None else change.delta_ns
-    if saved_bytes <= 0:
-        return judged(row, Status.NOT_REPLACED, "the step takes no less memory at its peak without the logits")
-    if change is not None and change.low_ns > 0:
-        reason = (
-            f"the step is slower without the logits, which would spare {units.size(saved_bytes)} at its peak; a --memory-budget "
-            "below 1 takes them out all the same"
-        )
-        return judged(row, Status.SLOWER, reason, delta_ns=delta_ns, interval_ns=interval)
-    reason = f"the step takes {units.size(saved_bytes)} less at its peak, by the lifetimes of its tensors"
-    return judged(row, Status.KEPT, reason, saved_bytes=saved_bytes, delta_ns=delta_ns, interval_ns=interval)
