@@ -289,12 +289,15 @@ class TrainedGraph:
             return None
         whole, self._passes, self._drops = self._passes, self._chunked, self._losses.chunked.like
         step = TrainingStep.of(self._own, self._names(args), args)
-        self._passes.optimise(lambda: step.run(self._joint))
-        reason, _ = self._checked(step)
-        change = None if reason else self._compared(
-            lambda: step.run(self._drops(whole.call)), lambda: step.run(self._joint), step
-        )  # fmt: skip
-        row = verdict_on_loss(row, reason, change, self._spared_bytes(), words=" with the kernels of both steps")
+        try:
+            self._passes.optimise(lambda: step.run(self._joint))
+            reason, _ = self._checked(step)
+            change = None if reason else self._compared(
+                lambda: step.run(self._drops(whole.call)), lambda: step.run(self._joint), step
+            )  # fmt: skip
+            row = verdict_on_loss(row, reason, change, self._spared_bytes(), words=" with the kernels of both steps")
+        except torch.cuda.OutOfMemoryError:
+            row = replace(row, reason=f"{row.reason}; {_NO_MEMORY}")
         if row.status is not Status.KEPT:
             self._passes, self._drops = whole, lambda call: call
         left = whole if row.status is Status.KEPT else self._chunked

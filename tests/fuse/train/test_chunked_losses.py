@@ -229,6 +229,12 @@ def without_gradient_of_z_loss(chunked_loss):
     chunked_loss.module.recompile()
 
 
+def _compared(times):
+    if times is None:
+        raise torch.cuda.OutOfMemoryError("planted")
+    return compare_rounds(*([one] * 20 for one in times))
+
+
 def judged(times=None, plant=lambda _: None, later_times=(), optimiser=None, **kind):
     """The row of a graph whose loss in chunks is planted, or timed by planted clocks: ``later_times`` in turn, then ``times``."""
     rows = []
@@ -238,7 +244,7 @@ def judged(times=None, plant=lambda _: None, later_times=(), optimiser=None, **k
             plan = plan_losses(graph_module, drops_logits=False, least_bytes=0)
             plant(plan.chunked)
             turns = itertools.chain(later_times, itertools.repeat(times)) if later_times else itertools.repeat(times)
-            clock = None if times is None else lambda *_: compare_rounds(*([one] * 20 for one in next(turns)))
+            clock = None if times is None else lambda *_: _compared(next(turns))
             super().__init__(graph_module, inputs, **more | {"losses": plan, "compare": clock})
 
     options = OPTIONS if times is None else replace(OPTIONS, keep="paying")
@@ -294,6 +300,13 @@ def test_one_that_is_slower_op_by_op_is_judged_again_with_kernels(fused, status)
     assert [id(one) for one in graph.left_out] == [id(one) for one in (optimised[:2] if status is KEPT else optimised[2:])]
     if status is Status.SLOWER:
         assert "with the kernels of both steps" in row.reason
+
+
+def test_where_memory_ends_on_the_way_the_step_with_all_logits_goes_on():
+    graph = judged(FASTER, later_times=[SLOWER, None])
+    row = graph.outcome.step_rows[0]
+    assert row.status is Status.SLOWER and "no memory is left" in row.reason and widest(graph) == ROWS * WORDS
+    assert len(graph.left_out) == 2
 
 
 def test_a_loss_that_stays_one_op_is_not_judged_again():

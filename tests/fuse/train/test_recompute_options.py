@@ -60,7 +60,10 @@ def judged(times=None, options=TIMED, optimiser=None, **kind):
     graphs, turns = [], iter([(1000, 500), *(times or [])])
 
     def clock(*_):
-        return compare_rounds(*([one] * 20 for one in next(turns)))
+        taken = next(turns)
+        if taken is None:
+            raise torch.cuda.OutOfMemoryError("planted")
+        return compare_rounds(*([one] * 20 for one in taken))
 
     class Timed(TrainedGraph):
         def __init__(self, graph_module, inputs, **more):
@@ -113,6 +116,13 @@ def test_one_that_costs_time_is_a_row_and_no_more():
     assert row.status is Status.SLOWER and row.saved_bytes > 0 and row.step_delta_ns == 10
     assert "keeps" in row.reason and "--memory-budget" in row.reason
     assert graph.is_rewritten and kept(graph) == sum(kept_bytes(graph._base.graphs).values())
+
+
+def test_where_memory_ends_on_the_way_the_step_without_it_goes_on():
+    graph = judged([None])
+    row = rows(graph)[GELU_CHECKPOINT.id]
+    assert row.status is Status.NOT_REPLACED and "no memory is left" in row.reason and graph.is_rewritten
+    assert kept(graph) == sum(kept_bytes(graph._base.graphs).values())
 
 
 def test_each_option_is_tried_by_itself():
