@@ -119,3 +119,12 @@ def test_one_chunks_logits_are_there_at_a_time():
         module = unroll_losses(graph_of((hidden, weight, None, labels), torch.bfloat16, rows=rows))
         peaks.append(step_peak_bytes(module, GraphModule(torch.nn.Module(), nothing)))
     assert peaks[0] < 0.25 * peaks[1]
+
+
+def test_what_pads_nine_words_to_sixteen_has_no_share():
+    hidden, weight, _, labels = operands(torch.bfloat16, has_bias=False)
+    tensors = (hidden, weight[:9].contiguous(), None, labels.where(labels < 0, labels % 9))
+    _, ours, _ = both(tensors, torch.bfloat16)
+    truth = step(eager, [tensors[0].double(), tensors[1].double(), None], tensors[3])
+    theirs = step(eager, tensors[:3], tensors[3])
+    assert_as_near([one.double() for one in ours], theirs, truth, torch.bfloat16)
