@@ -36,6 +36,7 @@ from fusion_advisor.fuse.decide.try_fusions import try_all
 from fusion_advisor.fuse.dynamo_dynamic import NothingServes, optimise_open
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.loss.record import LEAST_BYTES, LINEAR_CROSS_ENTROPY, LossPlan, plan_losses
+from fusion_advisor.fuse.loss.unrolled import unroll_losses
 from fusion_advisor.fuse.padding.pad_trial import PadTrial, try_padded_products
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -186,8 +187,12 @@ def _given_names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> t
 
 
 def _pass_copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return a pass that may be changed, in ops of which each sums along one side, sums of columns last; losses row by row."""
-    return sink_column_sums(split_norm_gradients(split_losses(autograd_graphs.copied_graph(graph_module))))
+    """Return a pass that may be changed, in ops of which each sums along one side, sums of columns last; losses row by row.
+
+    A loss in chunks is its chunks' ops.
+    """
+    copied = unroll_losses(autograd_graphs.copied_graph(graph_module))
+    return sink_column_sums(split_norm_gradients(split_losses(copied)))
 
 
 def _differentiable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:

@@ -9,16 +9,17 @@ results; integers, and where NaN and infinities may stand, are judged as ever.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from fusion_advisor.records import ULP_ENDS, Numerics, TensorMeta, Tolerance
+from fusion_advisor.records import Numerics, TensorMeta, Tolerance
 from fusion_advisor.verify import special_inputs, special_values
-from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
+from fusion_advisor.verify.accuracy import limit_for, unit_of
+from fusion_advisor.verify.comparison import Comparison
 from fusion_advisor.verify.domains import has_moments, within_domain
-from fusion_advisor.verify.pieces import pieces
+from fusion_advisor.verify.pieces import MOST
 from fusion_advisor.verify.row_tables import random_table
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
@@ -153,11 +154,7 @@ def _compare_all(
     for title, made in sets:
         given = within_domain(chain, made)
         reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
-        oracle, eager = chain.run(chain.copy_written(given), as_float64=True), chain.run(chain.copy_written(given))
-        nearby = chain.run(chain.copy_written(given), as_float64=True, widen=special_inputs.perturbing(seed))
-        answers = _answers(fused, chain.copy_written(given, reach))
-        for answer, expected, exact, other, mask in zip(answers, eager, oracle, nearby, reach, strict=True):
-            results = special_values.Results(fused=answer, eager=expected, oracle=exact, nearby=other).at(mask)
+        for results in _results(chain, fused, given, reach, nearby_seed=seed):
             special_values.compare(
                 title,
                 results,
@@ -194,101 +191,45 @@ def check_calls(
         fast_math: allow what --fast-math costs; the error is shown either way.
         tolerance: the user's limit instead.
     """
-    found = _Comparison(fast_math=fast_math, tolerance=tolerance)
+    found, dtypes = Comparison(fast_math=fast_math, tolerance=tolerance), set[torch.dtype]()
     for chain, fused, given in calls:
-        oracle = chain.run(chain.copy_written(given), as_float64=True)
-        eager = chain.run(chain.copy_written(given))
-        reach = chain.reach(given) if chain.in_place else [None] * len(eager)
-        answers = _answers(fused, chain.copy_written(given, reach))
-        for answer, expected, exact, mask in zip(answers, eager, oracle, reach, strict=True):
-            if mask is not None:
+        reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
+        for results in _results(chain, fused, given, reach, found):
+            found.add(results)
+            dtypes.add(results.eager.dtype)
+    limit = limit_for(max(dtypes, key=unit_of), fast_math=fast_math)
+    return found.numerics(inputs=inputs, limit=str(tolerance or limit))
+
+
+def _results(
+    chain: OriginalChain, fused: Callable[..., object], given: Sequence[torch.Tensor], reach: Sequence[torch.Tensor | None],
+    found: Comparison | None = None, nearby_seed: int | None = None,
+) -> Iterator[special_values.Results]:  # fmt: skip
+    """Yield what a kernel's results are compared with: all rows of one at once, those of a very large one part by part.
+
+    Args:
+        chain: the original ops.
+        fused: the call.
+        given: the roots.
+        reach: masks of what is written, one for each result.
+        found: is told where elements changed that are not to be written.
+        nearby_seed: of the oracle's perturbed inputs; None: without one.
+    """
+    answers: list[torch.Tensor] = []
+    for part in chain.parts() or (None,):
+        oracle = chain.run(chain.copy_written(given), as_float64=True, part=part)
+        eager = chain.run(chain.copy_written(given), part=part)
+        nearby: Sequence[torch.Tensor | None] = [None] * len(eager)
+        if nearby_seed is not None:
+            widen = special_inputs.perturbing(nearby_seed if part is None else nearby_seed + 1009 * part.first)
+            nearby = chain.run(chain.copy_written(given), as_float64=True, widen=widen, part=part)
+        answers = answers or _answers(fused, chain.copy_written(given, reach))
+        for node, answer, expected, exact, other, mask in zip(chain.outputs, answers, eager, oracle, nearby, reach, strict=True):
+            if mask is not None and found is not None:
                 # The rows that are not written must stay, and must not make the error of those that are look small.
                 found.is_passed = found.is_passed and torch.equal(answer[~mask], expected[~mask])
-            found.add(special_values.Results(fused=answer, eager=expected, oracle=exact).at(mask))
-    dtype = max((result.dtype for result in eager), key=unit_of)
-    return found.numerics(inputs=inputs, limit=str(tolerance or limit_for(dtype, fast_math=fast_math)))
-
-
-_NO_ULPS = (0,) * (len(ULP_ENDS) + 1)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Comparison:
-    """What the results compared so far have shown.
-
-    Attributes:
-        fast_math: allow what --fast-math costs.
-        tolerance: the user's limit instead of eager's own error.
-        worst: errors of the kernel and of eager where the kernel is farthest beyond its limit.
-        badness: how far.
-        nonfinite: elements that are not finite and are finite in eager.
-    """
-
-    fast_math: bool
-    tolerance: Tolerance | None
-    worst: tuple[Error, Error] | None = None
-    badness: float = 0.0
-    is_passed: bool = True
-    nonfinite: int = 0
-    elements: int = 0
-    bit_equal: int = 0
-    faults: list[str] = field(default_factory=list)
-    fused_ulps: tuple[int, ...] = _NO_ULPS
-    eager_ulps: tuple[int, ...] = _NO_ULPS
-
-    def add(self, results: special_values.Results) -> None:
-        """Compare one result with eager's and with the oracle's."""
-        one, original, truth = results.fused, results.eager, results.oracle
-        ours, theirs = error_of(one, truth), error_of(original, truth)
-        self._judge(results, ours, theirs)
-        self.nonfinite += max(0, ours.nonfinite - theirs.nonfinite)
-        self.elements += ours.elements
-        self.bit_equal += count_bit_equal(one, original) if one.dtype == original.dtype else 0
-        self.fused_ulps = _added(self.fused_ulps, count_ulps(one, truth))
-        self.eager_ulps = _added(self.eager_ulps, count_ulps(original, truth))
-        badness = _badness(ours, theirs, original.dtype, fast_math=self.fast_math)
-        if self.worst is None or badness > self.badness:
-            self.worst, self.badness = (ours, theirs), badness
-
-    def _judge(self, results: special_values.Results, ours: Error, theirs: Error) -> None:
-        """Refuse a result whose error is over the limit, or which was cut off instead of rounded."""
-        one, original, truth = results.fused, results.eager, results.oracle
-        if self.tolerance is None or not original.is_floating_point():
-            is_right = is_within(ours, theirs, original.dtype, fast_math=self.fast_math)
-        else:
-            is_right = is_inside(one, truth, self.tolerance) and ours.nonfinite <= theirs.nonfinite
-        if self.tolerance is None and not self.fast_math:
-            bias = special_values.is_biased(one, original, truth)
-            if bias is not None:
-                is_right = False
-                self.faults.append(f"results lean to one side by {bias:+.2f} units in the last place: cut off, not rounded")
-        self.is_passed = self.is_passed and is_right
-
-    def numerics(self, *, inputs: str, limit: str) -> Numerics:
-        """Return the record of the comparison.
-
-        Args:
-            inputs: what was compared, in words.
-            limit: of the error, in words.
-        """
-        assert self.worst is not None
-        ours, theirs = self.worst
-        return Numerics(
-            oracle="float64",
-            fused_max_abs=ours.max_abs,
-            eager_max_abs=theirs.max_abs,
-            fused_rel_l2=ours.rel_l2,
-            eager_rel_l2=theirs.rel_l2,
-            elements=self.elements,
-            limit=limit,
-            is_passed=self.is_passed,
-            nonfinite_mismatches=self.nonfinite,
-            inputs=inputs,
-            fused_ulps=self.fused_ulps if any(self.fused_ulps) else (),
-            eager_ulps=self.eager_ulps if any(self.eager_ulps) else (),
-            faults=tuple(dict.fromkeys(self.faults)),
-            bit_equal_elements=self.bit_equal,
-        )
+            own = answer if part is None else part.cut(node, answer)
+            yield special_values.Results(fused=own, eager=expected, oracle=exact, nearby=other).at(mask)
 
 
 def why_wrong(numerics: Numerics, tolerance: Tolerance | None = None) -> str:
@@ -300,55 +241,6 @@ def why_wrong(numerics: Numerics, tolerance: Tolerance | None = None) -> str:
         f"largest error {numerics.fused_max_abs:.2e}, the original ops have {numerics.eager_max_abs:.2e}"
     )
     return errors if tolerance is None else f"{errors}; outside {tolerance}"
-
-
-_ORDERED = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-"""Integers as wide as each float: read as one, a float's bits grow with its magnitude (IEEE 754)."""
-
-
-def count_ulps(result: torch.Tensor, oracle: torch.Tensor) -> tuple[int, ...]:
-    """Count elements by how many numbers of the result's dtype lie between them and the oracle rounded to it.
-
-    Args:
-        result: of 16 or 32 bits; an integer counts nothing, nor does fp64, than which the oracle is no wider.
-        oracle: fp64, same shape.
-
-    Returns:
-        One count for each bin of :data:`fusion_advisor.records.ULP_ENDS`, and one for what lies beyond.
-    """
-    if result.dtype not in _ORDERED:
-        return _NO_ULPS
-    counts = _NO_ULPS
-    for one, truth in pieces((result, oracle)):
-        counts = _added(counts, _count_ulps(one, truth))
-    return counts
-
-
-def _count_ulps(result: torch.Tensor, oracle: torch.Tensor) -> tuple[int, ...]:
-    ends = torch.tensor(ULP_ENDS, device=result.device)
-    rounded = oracle.detach().to(result.dtype)
-    both = torch.isfinite(result) & torch.isfinite(rounded)
-    differ = both & (result != rounded)  # most are equal: the others alone are numbered, a third of the time
-    distance = (_ordinal(result.detach()[differ]) - _ordinal(rounded[differ])).abs()
-    counts = torch.bincount(torch.bucketize(distance, ends), minlength=len(ULP_ENDS) + 1).tolist()
-    return (counts[0] + int(both.sum()) - distance.numel(), *counts[1:])
-
-
-def _ordinal(values: torch.Tensor) -> torch.Tensor:
-    """Number floats in order: zero is 0 whatever its sign, its neighbours are ±1."""
-    bits = values.contiguous().view(_ORDERED[values.dtype]).to(torch.int64)
-    lowest = torch.iinfo(_ORDERED[values.dtype]).min
-    return torch.where(bits < 0, lowest - bits, bits)
-
-
-def _added(counts: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(one + other for one, other in zip(counts, more, strict=True))
-
-
-def _badness(ours: Error, theirs: Error, dtype: torch.dtype, *, fast_math: bool) -> float:
-    """How far beyond its limit a result is; the one that is shown is the one that was refused, where one was."""
-    own = limit_for(dtype, fast_math=fast_math).excess(ours, theirs, unit_of(dtype))
-    return own + 1e9 * max(0, ours.nonfinite - theirs.nonfinite)
 
 
 def random_like(
@@ -373,8 +265,10 @@ def random_like(
         if table is not None:
             fresh.append(table)
             continue
-        values = torch.randn(extent(root), generator=generator, device=root.device, dtype=torch.float32) * scale
-        fresh.append(values.to(root.dtype).as_strided(root.shape, root.stride()))
+        memory = torch.empty(extent(root), device=root.device, dtype=root.dtype)
+        for part in torch.split(memory, MOST):  # numbers of a large root would take four times its bytes before they are rounded
+            part.copy_(torch.randn(len(part), generator=generator, device=root.device, dtype=torch.float32) * scale)
+        fresh.append(memory.as_strided(root.shape, root.stride()))
     return fresh
 
 

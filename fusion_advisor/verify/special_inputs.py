@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from fusion_advisor.verify.pieces import MOST
 from fusion_advisor.verify.row_tables import is_worth_while
 from fusion_advisor.verify.subgraph_oracle import extent
 
@@ -36,6 +37,7 @@ def special_inputs(
     is_in_place: bool,
     has_sums: bool = False,
     read: Mapping[int, torch.Tensor] | None = None,
+    most: int = MOST,
 ) -> list[tuple[str, list[torch.Tensor]]]:
     """Return sets of inputs laid out like a site's own: (what they hold, one tensor for each root).
 
@@ -47,6 +49,7 @@ def special_inputs(
         has_sums: the ops add numbers up: the largest numbers are then so small that no order of the terms overflows. For those
             that are not: :func:`overflowing_sums`.
         read: the rows that are read of roots that are tables, by the root's number: these alone hold special numbers.
+        most: elements that are made at once in fp32.
     """
     found = []
     read = read or {}
@@ -65,7 +68,13 @@ def special_inputs(
         for run in range(runs):
             made = [
                 _rows_of_classes(
-                    root, seed + run, run * step, is_main=root.numel() == widest, has_sums=has_sums, read=read.get(number)
+                    root,
+                    seed + run,
+                    run * step,
+                    is_main=root.numel() == widest,
+                    has_sums=has_sums,
+                    read=read.get(number),
+                    most=most,
                 )
                 for number, root in enumerate(roots)
             ]
@@ -183,6 +192,7 @@ def _rows_of_classes(
     classes: Sequence[str] = CLASSES,
     has_sums: bool = False,
     read: torch.Tensor | None = None,
+    most: int = MOST,
 ) -> torch.Tensor:
     """Fill row after row with one class after the other; operands of other sizes (weights, biases) stay as they are."""
     if not root.is_floating_point() or not is_main or not root.numel():
@@ -196,12 +206,18 @@ def _rows_of_classes(
     columns = distinct.shape[-1] if distinct.dim() else 1
     dtype = torch.float64 if root.dtype == torch.float64 else torch.float32
     shape = (distinct.numel() // max(columns, 1), columns)
-    rows = torch.randn(shape, generator=generator, device=root.device, dtype=dtype)
     terms = 4 * root.numel() if has_sums else 1
-    for number in range(min(len(classes), len(rows))):
-        kind = classes[(number + first) % len(classes)]
-        rows[number :: len(classes)] = _of_class(kind, rows[number :: len(classes)], torch.finfo(root.dtype), seed, terms=terms)
-    distinct.copy_(rows.reshape(distinct.shape))
+    # In parts that begin with the first class: ordinary numbers of a large root would take four times its bytes.
+    step = max(1, most // max(columns, 1) // len(classes)) * len(classes) if distinct.is_contiguous() else shape[0]
+    for start in range(0, shape[0], step):
+        rows = torch.randn((min(step, shape[0] - start), columns), generator=generator, device=root.device, dtype=dtype)
+        for number in range(min(len(classes), len(rows))):
+            kind, at = classes[(number + first) % len(classes)], slice(number, None, len(classes))
+            rows[at] = _of_class(kind, rows[at], torch.finfo(root.dtype), seed, terms=terms)
+        if step >= shape[0]:
+            distinct.copy_(rows.reshape(distinct.shape))
+        else:
+            distinct.view(shape)[start : start + step] = rows
     return made
 
 

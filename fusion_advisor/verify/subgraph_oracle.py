@@ -18,6 +18,7 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.lowering.builder.lowered import written_by
 from fusion_advisor.records import OpClass, OpNode, TensorMeta
 from fusion_advisor.verify.exact_tails import exactly
+from fusion_advisor.verify.row_parts import LARGE, MOST, RowPart, row_parts
 from fusion_advisor.verify.row_tables import distinct_rows, ids_of, row_tables
 
 
@@ -33,6 +34,8 @@ class OriginalChain:
             ``expand_as`` looks at), by layout.
         written: root operand numbers of the tensors that the ops write into: they come last.
         in_place: positions in ``outputs`` of the results that are those tensors.
+        large: elements of a value from which on the chain is compared in parts.
+        most: elements of such a part.
     """
 
     nodes: tuple[Node, ...]
@@ -41,6 +44,8 @@ class OriginalChain:
     unread: tuple[tuple[Node, TensorMeta], ...] = ()
     written: tuple[int, ...] = ()
     in_place: tuple[int, ...] = ()
+    large: int = LARGE
+    most: int = MOST
 
     def copy_written(self, roots: Sequence[torch.Tensor], spoilt: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
         """Return the roots for one run, with a copy of the same layout for each that is written into.
@@ -86,12 +91,18 @@ class OriginalChain:
         values = self._values(self.copy_written(roots), kept=[node for nodes in ids.values() for node in nodes])
         return {number: distinct_rows([values[node] for node in nodes], len(roots[number])) for number, nodes in ids.items()}
 
+    def parts(self) -> tuple[RowPart, ...]:
+        """Return parts of the chain's rows that are compared one after the other; empty where it is compared at once."""
+        is_plain = not (self.unread or self.written or self.in_place or row_tables(self.nodes, self.outer, self.written))
+        return row_parts(self.nodes, self.outer, self.outputs, large=self.large, most=self.most) if is_plain else ()
+
     def run(
         self,
         roots: Sequence[torch.Tensor],
         *,
         as_float64: bool = False,
         widen: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        part: RowPart | None = None,
     ) -> list[torch.Tensor]:
         """Run the original ops; those that write in place write into the roots.
 
@@ -99,24 +110,26 @@ class OriginalChain:
             roots: one tensor per input operand of the fused kernel.
             as_float64: the oracle: floats in and between ops are fp64, casts between float types do nothing.
             widen: makes fp64 of a root, or of the rows that are read of a table; None: as they are.
+            part: the rows that the ops run on; None: all.
 
         Returns:
             One tensor per output operand.
         """
-        values = self._values(roots, (widen or to_float64) if as_float64 else None, kept=self.outputs)
+        values = self._values(roots, (widen or to_float64) if as_float64 else None, kept=self.outputs, part=part)
         return [values[node] for node in self.outputs]
 
     def _values(
-        self, roots: Sequence[torch.Tensor], widen: Callable[[torch.Tensor], torch.Tensor] | None = None, *, kept: Sequence[Node]
-    ) -> dict[Node, Any]:
+        self, roots: Sequence[torch.Tensor], widen: Callable[[torch.Tensor], torch.Tensor] | None = None, *, kept: Sequence[Node],
+        part: RowPart | None = None,
+    ) -> dict[Node, Any]:  # fmt: skip
         """Run the original ops, in fp64 where ``widen`` is given; returns the values of ``kept``, others go when read last."""
         tables = row_tables(self.nodes, self.outer, self.written) if widen else {}
         look_ups = {node for readers in tables.values() for node in readers}
-        values = self._given(roots, widen, tables)
+        values = self._given(roots, widen, tables) if part is None else self._given_rows(roots, widen, part)
         dying = _last_reads(self.nodes, kept)
         with torch.no_grad():
             for node in self.nodes:
-                values[node] = _run_node(node, values, widen, is_look_up=node in look_ups)
+                values[node] = _run_node(node, values, widen, is_look_up=node in look_ups, part=part)
                 for done in dying.get(node, ()):
                     values.pop(done, None)
         return values
@@ -136,14 +149,26 @@ class OriginalChain:
             values[node] = to_float64(nothing) if widen else nothing
         return values
 
+    def _given_rows(
+        self, roots: Sequence[torch.Tensor], widen: Callable[[torch.Tensor], torch.Tensor] | None, part: RowPart
+    ) -> dict[Node, Any]:
+        """Return a part's rows of the values that are read from outside, and all of those that have no rows."""
+        values: dict[Node, Any] = {}
+        for node, number, meta, root_meta in self.outer:
+            root = roots[number]
+            value = root.as_strided(meta.shape, meta.stride, meta.offset - root_meta.offset + root.storage_offset())
+            values[node] = widen(part.cut(node, value)) if widen else part.cut(node, value)
+        return values
+
 
 def _run_node(
-    node: Node, values: Mapping[Node, Any], widen: Callable[[torch.Tensor], torch.Tensor] | None, *, is_look_up: bool
-) -> Any:
+    node: Node, values: Mapping[Node, Any], widen: Callable[[torch.Tensor], torch.Tensor] | None, *, is_look_up: bool,
+    part: RowPart | None,
+) -> Any:  # fmt: skip
     """Run one op of a chain, in fp64 where ``widen`` is given."""
     if widen and (exact := exactly(node, values)) is not None:
         return exact()
-    arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
+    arguments = torch.fx.node.map_arg(node.args if part is None else part.arguments(node), values.__getitem__)
     keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
     if widen:
         arguments, keywords = _wider(arguments), _wider(keywords)

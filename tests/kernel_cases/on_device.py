@@ -12,7 +12,7 @@ from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.evaluate.check_inputs import eager, oracle
 from fusion_advisor.library.patterns import lower_graph
-from fusion_advisor.verify.check_chain import error_of, is_within
+from fusion_advisor.verify.accuracy import error_of, is_within
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 

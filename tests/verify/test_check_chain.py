@@ -12,16 +12,16 @@ from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.records import ULP_ENDS, TensorMeta, Tolerance
 from fusion_advisor.verify import special_values
+from fusion_advisor.verify.accuracy import error_of
 from fusion_advisor.verify.check_chain import (
     check_calls,
     check_chain,
-    count_ulps,
-    error_of,
     layout_of,
     why_wrong,
     widest,
     with_special_rows,
 )
+from fusion_advisor.verify.comparison import count_ulps
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 from tests.tiny import EvaluatedKernel, planned, profiled, region_of
 

@@ -9,7 +9,7 @@ import torch
 
 from fusion_advisor.records import Tolerance
 from fusion_advisor.verify.accuracy import error_of, is_inside
-from fusion_advisor.verify.check_chain import count_ulps
+from fusion_advisor.verify.comparison import count_ulps
 from fusion_advisor.verify.pieces import MOST, pieces
 from fusion_advisor.verify.special_values import Findings, Results, bias_of, compare
 

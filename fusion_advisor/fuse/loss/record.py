@@ -15,6 +15,7 @@ from fusion_advisor.fuse.loss.peak_memory import is_op
 from fusion_advisor.fuse.loss.put_loss import ChunkedGraph, with_chunked_losses
 from fusion_advisor.fuse.rewrite.record import StepRewrite
 from fusion_advisor.records import GraphRewrite, Status
+from fusion_advisor.timing.paired import Comparison
 
 LINEAR_CROSS_ENTROPY = StepRewrite(id="linear-cross-entropy", title="loss without the logits")
 LEAST_BYTES = 16 << 20
@@ -126,3 +127,31 @@ def judged(
     return replace(
         row, status=status, reason=reason, saved_bytes=saved_bytes, step_delta_ns=delta_ns, step_delta_ci_ns=interval_ns
     )  # fmt: skip
+
+
+def verdict_on_loss(row: GraphRewrite, reason: str, change: Comparison | None, saved_bytes: int, words: str = "") -> GraphRewrite:
+    """Return the row of losses in chunks: they stay if their numbers pass and the step is not measurably slower with them.
+
+    They need not be faster: they are there for the memory.
+
+    Args:
+        row: before.
+        reason: what is wrong with the numbers; empty where they pass.
+        change: of the step's time; None where it was not timed.
+        saved_bytes: of the step at its peak.
+        words: how the step was timed.
+    """
+    if reason:
+        return judged(row, Status.WRONG_NUMBERS, reason)
+    interval = None if change is None else (change.low_ns, change.high_ns)
+    delta_ns = None if change is None else change.delta_ns
+    if saved_bytes <= 0:
+        return judged(row, Status.NOT_REPLACED, "the step takes no less memory at its peak without the logits")
+    if change is not None and change.low_ns > 0:
+        reason = (
+            f"the step is slower without the logits{words}, which would spare {units.size(saved_bytes)} at its peak; "
+            "a --memory-budget below 1 takes them out all the same"
+        )
+        return judged(row, Status.SLOWER, reason, delta_ns=delta_ns, interval_ns=interval)
+    reason = f"the step takes {units.size(saved_bytes)} less at its peak, by the lifetimes of its tensors"
+    return judged(row, Status.KEPT, reason, saved_bytes=saved_bytes, delta_ns=delta_ns, interval_ns=interval)

@@ -154,6 +154,7 @@ def _rewritten(job: TrainingJob, ahead: BuildAhead | None) -> tuple[TrainedModel
     for graph in fused.graphs_of_step:
         if graph.outcome is not None and graph.outcome.reason:
             job.progress.note(graph.outcome.reason)
+    journal.forget([one for graph in fused.graphs_of_step for one in graph.left_out])
     fused.seal([entry.variant for entry in journal.entries if entry.variant is not None])
     return fused, journal
 

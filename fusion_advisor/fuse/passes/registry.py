@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from fusion_advisor.fuse.loss.budget import MEMORY_BUDGET
+from fusion_advisor.fuse.loss.recompute_options import RECOMPUTE_OPTIONS
 from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
 from fusion_advisor.fuse.padding.pad_trial import PAD_PRODUCTS
 from fusion_advisor.fuse.passes.attention import DROP_MASKS, GROUP_HEADS, SHARE_MASKS
@@ -30,6 +31,7 @@ REWRITES: tuple[Rewrite, ...] = (
     LINEAR_CROSS_ENTROPY,
     PAD_PRODUCTS,
     MEMORY_BUDGET,
+    *(option.rewrite for option in RECOMPUTE_OPTIONS),
     DROP_MASKS,
     GROUP_HEADS,
     SHARE_MASKS,

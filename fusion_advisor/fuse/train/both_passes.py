@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
@@ -58,20 +59,27 @@ class BothPasses:
         inputs: its fake inputs.
         half: makes a pass's call from its graph and its name, ``forward`` or ``backward``.
         memory_budget: share of the activations that may be kept.
+        prepare: tags what the second pass computes again in the graph of both; returns at how many sites.
 
     Attributes:
         graphs: both passes as they were traced, as ``forward`` and ``backward``.
         halves: both passes, in the order in which AOTAutograd hands them over.
         by_name: the same, as ``forward`` and ``backward``.
         call: runs the first, and the second when autograd asks for it.
+        sites: of what was tagged.
     """
 
     def __init__(
-        self, graph_module: GraphModule, inputs: list[Any], half: Callable[[GraphModule, str], Half], memory_budget: float = 1.0
-    ) -> None:
+        self, graph_module: GraphModule, inputs: list[Any], half: Callable[[GraphModule, str], Half], memory_budget: float = 1.0,
+        prepare: Callable[[GraphModule], int] = lambda _: 0,
+    ) -> None:  # fmt: skip
         self.halves: list[Half] = []
         self.by_name: dict[str, Half] = {}
         self.graphs: dict[str, GraphModule] = {}
+        self.sites = 0
+
+        def prepared(joint: GraphModule) -> None:
+            self.sites = prepare(joint)
 
         def taken(name: str) -> Callable[[GraphModule], Half]:
             def take(graph: GraphModule) -> Half:
@@ -82,7 +90,7 @@ class BothPasses:
             return take
 
         self.call: Call = autograd_graphs.with_backward(
-            graph_module, inputs, taken("forward"), taken("backward"), memory_budget=memory_budget
+            graph_module, inputs, taken("forward"), taken("backward"), memory_budget=memory_budget, prepare=prepared
         )
 
     @contextmanager
@@ -99,6 +107,35 @@ class BothPasses:
         finally:
             for half in self.halves:
                 half.instead = None
+
+    def optimise(self, run: Callable[[], object]) -> None:
+        """Rewrite both passes on what one step gives them.
+
+        Not in the step: autograd runs the backward pass of a GPU in a thread of its own, which nothing should be profiled in.
+
+        Args:
+            run: runs a step of :attr:`call`.
+        """
+        given: list[tuple[Half, tuple[Any, ...]]] = []
+
+        def noting(half: Half) -> Call:
+            def noted(*args: Any) -> Any:
+                given.append((half, args))
+                return half.graph(*args)
+
+            return noted
+
+        for half in self.halves:
+            half.instead = noting(half)
+        try:
+            run()
+        finally:
+            for half in self.halves:
+                half.instead = None
+        with torch.no_grad():
+            while given:
+                half, args = given.pop(0)
+                half.optimise(args)
 
     @property
     def draws_numbers(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule
@@ -43,6 +44,7 @@ class Journal:
     """
 
     entries: list[Entry] = field(default_factory=list)
+    _numbered: int = 0
 
     def begin(self, graph: GraphModule, training_pass: str, capture: Capture, plan: Plan) -> Entry:
         """Add a graph, its fusions numbered on from those before: an id is the name of a file, and belongs to one fusion.
@@ -53,11 +55,19 @@ class Journal:
             capture: of the graph.
             plan: of the graph.
         """
-        first = sum(len(entry.plan.fusions) for entry in self.entries) + 1
+        first = self._numbered + 1
         numbered = tuple(replace(fusion, id=f"F{first + at}") for at, fusion in enumerate(plan.fusions))
-        plan = replace(plan, fusions=numbered)
+        plan, self._numbered = replace(plan, fusions=numbered), self._numbered + len(numbered)
         self.entries.append(Entry(graph=graph, training_pass=training_pass or "forward", capture=capture, plan=plan))
         return self.entries[-1]
+
+    def forget(self, graphs: Collection[GraphModule]) -> None:
+        """Drop the entries of passes that are none of the step's.
+
+        Args:
+            graphs: as AOTAutograd made them.
+        """
+        self.entries[:] = [entry for entry in self.entries if not any(entry.graph is one for one in graphs)]
 
     def capture_of(self, graph: GraphModule) -> Capture | None:
         """Return what was traced of a graph; None where it was not rewritten."""

@@ -20,27 +20,27 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion_advisor import units
 from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.live.model_check import Wide
 from fusion_advisor.fuse.loss.budget import row_of_budget
-from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, judged
+from fusion_advisor.fuse.loss.recompute_options import RECOMPUTE_OPTIONS, RecomputeOption, row_of_option, verdict_on_option
+from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, verdict_on_loss
+from fusion_advisor.fuse.loss.unrolled import holds_unrolled
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
+from fusion_advisor.fuse.step_graph.step_clock import StepClock
 from fusion_advisor.fuse.step_graph.step_graph import StepGraph
 from fusion_advisor.fuse.step_graph.trial import try_step_graph
 from fusion_advisor.fuse.train.both_passes import BothPasses, Half
 from fusion_advisor.fuse.train.flag_trial import FlaggedGraph
 from fusion_advisor.fuse.train.gradients import LostGradient, Rows, TrainingStep, WideWithSameNumbers, check_gradients
-from fusion_advisor.fuse.train.recomputed import recomputed
+from fusion_advisor.fuse.train.recomputed import kept_bytes, recomputed
 from fusion_advisor.records import Capture, GraphRewrite, ModelCheck, Recomputed, Status
-from fusion_advisor.timing.host_timer import HostTimer, WallTimer, step_timer
-from fusion_advisor.timing.interleaving import interleave
-from fusion_advisor.timing.paired import Comparison, compare_rounds
+from fusion_advisor.timing.host_timer import HostTimer
+from fusion_advisor.timing.paired import Comparison
 
-_ROUNDS, _BUDGET_S = 40, 3.0
 _SEED = 1
 
 Call = Callable[..., Any]
@@ -89,10 +89,12 @@ class TrainedGraph:
     Attributes:
         outcome: known after the first call.
         step_graph: replays both passes where that pays; None where no graph was tried.
+        left_out: passes that were rewritten too, and are not those of the step.
     """
 
     outcome: Outcome | None = None
     step_graph: StepGraph | None = None
+    left_out: tuple[GraphModule, ...] = ()
 
     def __init__(
         self,
@@ -112,8 +114,8 @@ class TrainedGraph:
         make_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
         self._original, self._traced, self._names, self._options = graph_module, traced, names, options
-        self._unfused, self._timer, self._check, self._losses = unfused, timer, check, losses
-        self._compare, self._make_recorder = compare, make_recorder
+        self._unfused, self._check, self._losses, self._make_recorder = unfused, check, losses, make_recorder
+        self._clock = StepClock(confidence=options.confidence, timer=timer, planted=compare)
         self._budget = options.memory_budget
         self._flag_rows = () if flagged is None else flagged.rows
         first = graph_module if flagged is None else flagged.module
@@ -123,7 +125,19 @@ class TrainedGraph:
         self._drops: Callable[[Call], Call] = lambda call: call
         """Makes a call that returns the logits return None in their place, where that is so of the passes in use."""
         self._chunked = BothPasses(losses.chunked.module, inputs, half, self._budget) if losses and losses.chunked else None
+        chunked = losses.chunked.module if losses and losses.chunked else first
+        self._again = self._recomputing(self._chunked or self._base, chunked, inputs, half)
         self._call: Call | None = None
+
+    def _recomputing(
+        self, whole: BothPasses, graph_module: GraphModule, inputs: list[Any], half: Callable[[GraphModule, str], Half]
+    ) -> list[tuple[RecomputeOption, BothPasses, BothPasses]]:
+        """Return the step without and with each option that has something to compute again; none under a budget."""
+        if self._budget < 1 or self._options.dry_run or len(whole.graphs) < 2:
+            return []
+        options = [one for one in RECOMPUTE_OPTIONS if self._options.wants(one.rewrite.id) and one.is_in(whole.graphs["forward"])]
+        found = [(one, whole, BothPasses(graph_module, inputs, half, prepare=one.put)) for one in options]
+        return [one for one in found if one[2].sites]
 
     @property
     def halves(self) -> list[Half]:
@@ -161,7 +175,7 @@ class TrainedGraph:
             finally:
                 numbers.restore()
             self._call = self._chosen(self.outcome)
-            self._chunked = None
+            self._chunked, self._again = None, []
         return self._call(*args)
 
     def _chosen(self, outcome: Outcome) -> Call:
@@ -173,7 +187,7 @@ class TrainedGraph:
 
     def _judged(self, args: tuple[Any, ...]) -> Outcome:
         """Choose how losses are computed, optimise both passes and compare; then try them as CUDA graphs."""
-        outcome = self._judged_launches(args)
+        outcome = self._with_recomputing(self._judged_launches(args), args)
         make = self._make_recorder or (CudaRecorder if _is_on_cuda(args) else None)
         is_wanted = self._options.graph and self._options.wants(CUDA_GRAPH.id) and self._budget >= 1
         if make is None or not is_wanted or self._options.dry_run or len(self._passes.by_name) < 2:
@@ -195,7 +209,9 @@ class TrainedGraph:
         row = try_step_graph(
             graphs, lambda: step.run(self._joint), lambda: step.run(self._joint if not outcome.reason else self._own),
             numbers=numbers,
-            compare=functools.partial(self._compared_by_wall, step=step) if self._options.is_timed else None,
+            compare=None if not self._options.is_timed else functools.partial(
+                self._clock.compared_by_wall, on_cuda=_is_on_cuda(args)
+            ),
         )  # fmt: skip
         rows = (*outcome.step_rows, row)
         if row.status is Status.KEPT:
@@ -224,7 +240,10 @@ class TrainedGraph:
             peaks = self._plain.peak_bytes(lambda _: 0), self._base.peak_bytes(lambda _: 0)
             rows = (*rows, row_of_budget(self._budget, *peaks))
         step = TrainingStep.of(self._own, self._names(args), args)
-        self._optimise_halves(step)
+        self._passes.optimise(lambda: step.run(self._joint))
+        if row is not None and row.status is Status.SLOWER and (fused := self._with_fused_losses(row, args)) is not None:
+            rows, is_chunked = (fused, *rows[1:]), fused.status is Status.KEPT
+            step = TrainingStep.of(self._own, self._names(args), args)
         is_lighter = any(one.status is Status.KEPT for one in rows)
         if not is_lighter and not any(half.is_changed for half in self.halves):
             return Outcome(NOTHING, step_rows=rows)
@@ -247,7 +266,6 @@ class TrainedGraph:
         self._drops = self._losses.chunked.like
         step = TrainingStep.of(self._own, self._names(args), args)
         before, after = self._drops(self._base.call), self._chunked.call
-        saved_bytes = self._base.peak_bytes(lambda _: 0) - self._chunked.peak_bytes(chunk_inside)
         with self._base.instead(lambda graph: graph.forward), self._chunked.instead(lambda graph: graph.forward):
             self._passes = self._chunked
             reason, _ = self._checked(step)
@@ -255,10 +273,72 @@ class TrainedGraph:
             change = None if reason or not is_timed else self._compared(
                 lambda: step.run(before), lambda: step.run(after), step
             )  # fmt: skip
-        row = verdict_on_loss(row, reason, change, saved_bytes)
+        row = verdict_on_loss(row, reason, change, self._spared_bytes())
         if row.status is not Status.KEPT:
             self._passes, self._drops = self._base, lambda call: call
         return row
+
+    def _with_fused_losses(self, row: GraphRewrite, args: tuple[Any, ...]) -> GraphRewrite | None:
+        """Judge losses in chunks again, with the kernels that both steps get; None where no kernel joins the ops of a chunk.
+
+        Op by op a chunk reads and writes nearly three times the bytes, and the step with all logits as many more. So which is
+        faster that way says little of which is faster with kernels.
+        """
+        assert self._chunked is not None and self._losses is not None and self._losses.chunked is not None
+        if not holds_unrolled(self._chunked.graphs):
+            return None
+        whole, self._passes, self._drops = self._passes, self._chunked, self._losses.chunked.like
+        step = TrainingStep.of(self._own, self._names(args), args)
+        try:
+            self._passes.optimise(lambda: step.run(self._joint))
+            reason, _ = self._checked(step)
+            change = None if reason else self._compared(
+                lambda: step.run(self._drops(whole.call)), lambda: step.run(self._joint), step
+            )  # fmt: skip
+            row = verdict_on_loss(row, reason, change, self._spared_bytes(), words=" with the kernels of both steps")
+        except torch.cuda.OutOfMemoryError:
+            row = replace(row, reason=f"{row.reason}; {_NO_MEMORY}")
+        if row.status is not Status.KEPT:
+            self._passes, self._drops = whole, lambda call: call
+        left = whole if row.status is Status.KEPT else self._chunked
+        self.left_out += tuple(half.graph for half in left.halves)
+        return row
+
+    def _with_recomputing(self, outcome: Outcome, args: tuple[Any, ...]) -> Outcome:
+        """Add a row for each option of what is computed again; where the step was rewritten, they are timed and may stay."""
+        for option, whole, passes in self._again:
+            before, after = (sum(kept_bytes(one.graphs).values()) for one in (whole, passes))
+            peaks = whole.peak_bytes(chunk_inside), passes.peak_bytes(chunk_inside)
+            row, check = row_of_option(option, passes.sites, (before, after), peaks), outcome.check
+            is_timed = self._options.is_timed and self._options.effort != "quick" and not outcome.reason
+            if row.saved_bytes and is_timed and self._passes is whole:
+                row, check = self._timed_option(row, passes, args, outcome.check)
+            outcome = replace(outcome, check=check, step_rows=(*outcome.step_rows, row))
+        return outcome
+
+    def _timed_option(
+        self, row: GraphRewrite, passes: BothPasses, args: tuple[Any, ...], check: ModelCheck | None
+    ) -> tuple[GraphRewrite, ModelCheck | None]:
+        """Time the step with an option against the step without, both with their kernels; it is in use afterwards if it stays."""
+        whole, step = self._passes, TrainingStep.of(self._own, self._names(args), args)
+        self._passes = passes
+        try:
+            passes.optimise(lambda: step.run(passes.call))
+            change = self._compared(lambda: step.run(whole.call), lambda: step.run(passes.call), step)
+            wrong, found = ("", None) if change.low_ns > 0 else self._checked(step)
+            row = verdict_on_option(row, wrong, change)
+        except torch.cuda.OutOfMemoryError:
+            row = replace(row, reason=f"{_NO_MEMORY}; {row.reason}")
+        is_kept = row.status is Status.KEPT
+        if not is_kept:
+            self._passes = whole
+        self.left_out += tuple(half.graph for half in (whole if is_kept else passes).halves)
+        return row, found if is_kept else check
+
+    def _spared_bytes(self) -> int:
+        """Return how much less memory a step takes at its peak with its losses in chunks."""
+        assert self._chunked is not None
+        return self._base.peak_bytes(lambda _: 0) - self._chunked.peak_bytes(chunk_inside)
 
     def _checked(self, step: TrainingStep) -> tuple[str, ModelCheck | None]:
         """Compare the passes in use with the graph's own ops.
@@ -286,32 +366,6 @@ class TrainedGraph:
             f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}"
         ), found
 
-    def _optimise_halves(self, step: TrainingStep) -> None:
-        """Rewrite both passes on what one step gives them.
-
-        Not in the step: autograd runs the backward pass of a GPU in a thread of its own, which nothing should be profiled in.
-        """
-        given: list[tuple[Half, tuple[Any, ...]]] = []
-
-        def noting(half: Half) -> Call:
-            def run(*args: Any) -> Any:
-                given.append((half, args))
-                return half.graph(*args)
-
-            return run
-
-        for half in self.halves:
-            half.instead = noting(half)
-        try:
-            step.run(self._joint)
-        finally:
-            for half in self.halves:
-                half.instead = None
-        with torch.no_grad():
-            while given:
-                half, args = given.pop(0)
-                half.optimise(args)
-
     def _wide(self, step: TrainingStep, dtype: torch.dtype) -> Rows:
         """Run the ops as the model calls them in a wider dtype, or all but attention where that does not fit.
 
@@ -332,61 +386,10 @@ class TrainedGraph:
         with self._plain.instead(instead):
             return step.run(self._drops(self._plain.call), wide=wide, seed=_SEED)
 
-    def _compared_by_wall(self, before: Call, after: Call, *, step: TrainingStep) -> Comparison:
-        """Time two ways to run a step in turn as a user calls them: graphs change the host's time between kernels alone."""
-
-        def waited(call: Call) -> Call:
-            def run() -> None:
-                call()
-                torch.cuda.synchronize()
-
-            return run if _is_on_cuda(step.args) else call
-
-        if self._compare is not None:
-            return self._compare(before, after)
-        before_ns, after_ns = interleave(
-            [waited(before), waited(after)], rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=False, timer=self._timer or WallTimer()
-        )
-        return compare_rounds(before_ns, after_ns, self._options.confidence)
-
     def _compared(self, before: Call, after: Call, step: TrainingStep) -> Comparison:
         """Time two ways to run a step in turn."""
-        if self._compare is not None:
-            return self._compare(before, after)
-        on_cuda = _is_on_cuda(step.args)
-        before_ns, after_ns = interleave(
-            [before, after], rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=on_cuda,
-            timer=self._timer or step_timer(on_cuda=on_cuda),
-        )  # fmt: skip
-        return compare_rounds(before_ns, after_ns, self._options.confidence)
+        return self._clock.compared(before, after, on_cuda=_is_on_cuda(step.args))
 
 
 def _is_on_cuda(args: Sequence[Any]) -> bool:
     return any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
-
-
-def verdict_on_loss(row: GraphRewrite, reason: str, change: Comparison | None, saved_bytes: int) -> GraphRewrite:
-    """Return the row of losses in chunks: they stay if their numbers pass and the step is not measurably slower with them.
-
-    They need not be faster: they are there for the memory.
-
-    Args:
-        row: before.
-        reason: what is wrong with the numbers; empty where they pass.
-        change: of the step's time; None where it was not timed.
-        saved_bytes: of the step at its peak.
-    """
-    if reason:
-        return judged(row, Status.WRONG_NUMBERS, reason)
-    interval = None if change is None else (change.low_ns, change.high_ns)
-    delta_ns = None if change is None else change.delta_ns
-    if saved_bytes <= 0:
-        return judged(row, Status.NOT_REPLACED, "the step takes no less memory at its peak without the logits")
-    if change is not None and change.low_ns > 0:
-        reason = (
-            f"the step is slower without the logits, which would spare {units.size(saved_bytes)} at its peak; a --memory-budget "
-            "below 1 takes them out all the same"
-        )
-        return judged(row, Status.SLOWER, reason, delta_ns=delta_ns, interval_ns=interval)
-    reason = f"the step takes {units.size(saved_bytes)} less at its peak, by the lifetimes of its tensors"
-    return judged(row, Status.KEPT, reason, saved_bytes=saved_bytes, delta_ns=delta_ns, interval_ns=interval)

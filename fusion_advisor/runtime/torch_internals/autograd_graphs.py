@@ -47,7 +47,13 @@ class _Boxed:
 
 
 def with_backward(
-    graph_module: GraphModule, inputs: list[Any], forward: MakeCall, backward: MakeCall, *, memory_budget: float = 1.0
+    graph_module: GraphModule,
+    inputs: list[Any],
+    forward: MakeCall,
+    backward: MakeCall,
+    *,
+    memory_budget: float = 1.0,
+    prepare: Callable[[GraphModule], object] | None = None,
 ) -> Callable[..., Any]:
     """Return a graph as a function that autograd differentiates by a second graph; call it in dynamo's backend.
 
@@ -60,6 +66,7 @@ def with_backward(
         forward: makes the call for the forward graph, which returns the outputs and what is kept.
         backward: makes the call for the backward graph, which is given what was kept and the outputs' gradients.
         memory_budget: share of what would be kept by default that may be; with 0 little but the inputs and what is random.
+        prepare: changes the graph of both passes before it is parted, or tags what the second computes again.
     """
 
     def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
@@ -78,7 +85,7 @@ def with_backward(
         fw_compiler=compiler(forward),
         bw_compiler=compiler(backward),
         inference_compiler=compiler(forward),
-        partition_fn=functools.partial(_partitioned, is_budgeted=memory_budget < 1),
+        partition_fn=functools.partial(_partitioned, is_budgeted=memory_budget < 1, prepare=prepare),
     )
     # Else the backward graph would be handed over in the middle of the first backward pass: on a GPU in a thread of autograd's.
     own = {
@@ -90,7 +97,9 @@ def with_backward(
     return call
 
 
-def _partitioned(joint: GraphModule, *args: Any, is_budgeted: bool, **more: Any) -> tuple[GraphModule, GraphModule]:
+def _partitioned(
+    joint: GraphModule, *args: Any, is_budgeted: bool, prepare: Callable[[GraphModule], object] | None, **more: Any
+) -> tuple[GraphModule, GraphModule]:  # fmt: skip
     """Part a joint graph in two; under a checkpoint or a budget too, what may be random is kept and not computed again.
 
     Under a budget torch would draw a dropout's numbers again, other ones.
@@ -106,6 +115,8 @@ def _partitioned(joint: GraphModule, *args: Any, is_budgeted: bool, **more: Any)
             parts = [user for user in node.users if user.target is operator.getitem]
             for kept in [*parts, node] if is_budgeted else parts or [node]:
                 kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    if prepare is not None:
+        prepare(joint)
     return min_cut_rematerialization_partition(joint, *args, **more)
 
 

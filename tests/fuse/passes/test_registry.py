@@ -24,6 +24,7 @@ IDS = [
     "drop-masks", "group-heads", "share-masks", "share-values", "batch-counters", "split-biases", "pad-gemm", "odd-width-gemm",
     "patch-gemm", "window-gemm", "fold-constants", "fold-frozen", "narrow-rows", "merge-gemms", "gemm-epilogue",
     "linear-kernels", "scan-kernels", "all-reduce-norm", "cuda-graph", "linear-cross-entropy", "pad-products", "memory-budget",
+    "gelu-checkpoint", "attn-dropout-checkpoint",
 ]  # fmt: skip
 """What reports and saved plans know: add to them, and never rename one."""
 

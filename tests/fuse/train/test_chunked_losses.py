@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from dataclasses import replace
 
@@ -14,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.fuse.dynamo_backend import chosen_options, fuse_graph
-from fusion_advisor.fuse.loss.record import plan_losses
+from fusion_advisor.fuse.loss.record import plan_losses, verdict_on_loss
 from fusion_advisor.fuse.passes.registry import REWRITES
-from fusion_advisor.fuse.train.trained_graph import TrainedGraph, verdict_on_loss
+from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.records import Status
 from fusion_advisor.timing.paired import compare_rounds
 from tests.fuse.train.kept_graphs import KeptGraphs
@@ -228,21 +229,28 @@ def without_gradient_of_z_loss(chunked_loss):
     chunked_loss.module.recompile()
 
 
-def judged(times=None, plant=lambda _: None, **kind):
-    """The row of a graph whose loss in chunks is planted, or timed by planted clocks."""
+def _compared(times):
+    if times is None:
+        raise torch.cuda.OutOfMemoryError("planted")
+    return compare_rounds(*([one] * 20 for one in times))
+
+
+def judged(times=None, plant=lambda _: None, later_times=(), optimiser=None, **kind):
+    """The row of a graph whose loss in chunks is planted, or timed by planted clocks: ``later_times`` in turn, then ``times``."""
     rows = []
 
     class Planted(TrainedGraph):
         def __init__(self, graph_module, inputs, **more):
             plan = plan_losses(graph_module, drops_logits=False, least_bytes=0)
             plant(plan.chunked)
-            clock = None if times is None else lambda *_: compare_rounds(*([one] * 20 for one in times))
+            turns = itertools.chain(later_times, itertools.repeat(times)) if later_times else itertools.repeat(times)
+            clock = None if times is None else lambda *_: _compared(next(turns))
             super().__init__(graph_module, inputs, **more | {"losses": plan, "compare": clock})
 
     options = OPTIONS if times is None else replace(OPTIONS, keep="paying")
 
     def backend(graph_module, inputs):
-        rows.append(fuse_graph(graph_module, inputs, options, unchanged, trained=Planted))
+        rows.append(fuse_graph(graph_module, inputs, options, optimiser or unchanged, trained=Planted))
         return rows[-1]
 
     torch.manual_seed(0)
@@ -274,6 +282,38 @@ def test_it_stays_unless_the_step_is_slower(times, status):
     assert (row.saved_bytes > 0) == (status is KEPT)
 
 
+SLOWER, FASTER = (900, 1000), (1000, 900)
+
+
+@pytest.mark.parametrize(("fused", "status"), [(FASTER, KEPT), ((1000, 1000), KEPT), (SLOWER, Status.SLOWER)], ids=str)
+def test_one_that_is_slower_op_by_op_is_judged_again_with_kernels(fused, status):
+    optimised = []
+
+    def optimiser(region, options, check=None):
+        optimised.append(region.original)
+        return region.original.forward
+
+    graph = judged(FASTER, later_times=[SLOWER, fused], optimiser=optimiser)
+    row = graph.outcome.step_rows[0]
+    assert row.status is status and len(optimised) == 4  # both passes, with the logits and without
+    assert (widest(graph) == 0) == (status is KEPT)
+    assert [id(one) for one in graph.left_out] == [id(one) for one in (optimised[:2] if status is KEPT else optimised[2:])]
+    if status is Status.SLOWER:
+        assert "with the kernels of both steps" in row.reason
+
+
+def test_where_memory_ends_on_the_way_the_step_with_all_logits_goes_on():
+    graph = judged(FASTER, later_times=[SLOWER, None])
+    row = graph.outcome.step_rows[0]
+    assert row.status is Status.SLOWER and "no memory is left" in row.reason and widest(graph) == ROWS * WORDS
+    assert len(graph.left_out) == 2
+
+
+def test_a_loss_that_stays_one_op_is_not_judged_again():
+    graph = judged(FASTER, later_times=[SLOWER], z=0.05)
+    assert graph.outcome.step_rows[0].status is Status.SLOWER and graph.left_out == ()
+
+
 def test_what_spares_nothing_does_not_stay():
     _, _, compiled, backend = made()
     compiled(*batch())
@@ -285,3 +325,13 @@ def test_passes_of_a_step_with_a_loss_in_chunks_are_fused_too():
     _, _, compiled, backend = made()
     compiled(*batch()).backward()
     assert any(half.is_changed for half in backend.graphs[0].halves)
+
+
+def test_chunks_of_one_size_share_a_kernel_that_makes_their_losses_and_gradients():
+    _, _, compiled, backend = made()
+    compiled(*batch()).backward()
+    forward = next(half for half in backend.graphs[0].halves if "linear_cross_entropy" in str(half.graph.graph))
+    nodes = [str(node.target) for node in forward.module.graph.nodes if node.op == "call_function"]
+    kernels = [name for name in nodes if "nll_loss_backward" in name]
+    assert len(kernels) == 4 and not any("aten" in name or "linear_cross_entropy" in name for name in kernels)
+    assert nodes.count("aten.mm.default") >= 3 * 4 and "aten._log_softmax.default" not in nodes
