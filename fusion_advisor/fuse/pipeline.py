@@ -27,7 +27,7 @@ from fusion_advisor.fuse.apply_shapes import check_ranges, with_shapes
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.choose import choose
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
-from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
+from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions
 from fusion_advisor.fuse.decide.rebind import Kept, confirmed_once
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.try_fusions import kernel_dir_of, try_all
@@ -168,7 +168,9 @@ def _apply(
             kept = _on_top(kept, loaded, options, progress, instruments, linear_kernels, budget_s=budget_s)
             confirm_s = budget_s / 3 if options.effort != "quick" else 1.0
             kept = confirmed_once(kept, is_timed=options.is_timed, budget_s=confirm_s)
-        report = _with_decision(report, kept, plan, bench, capture, is_timed=options.is_timed)
+        for one in (bench, kept.bench):
+            one.forget_passes()
+        report = _with_decision(report, kept, plan, capture, is_timed=options.is_timed)
         on_report(report)
         return install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
@@ -202,15 +204,14 @@ def _first_report(capture: Capture, live: LiveCapture, plan: Plan, options: Appl
     )  # fmt: skip
 
 
-def _with_decision(report: Report, kept: Kept, plan: Plan, bench: Bench, capture: Capture, *, is_timed: bool) -> Report:
+def _with_decision(report: Report, kept: Kept, plan: Plan, capture: Capture, *, is_timed: bool) -> Report:
     """Add what was kept, with the saving that each rewrite was expected to have and its interval.
 
     Args:
         report: of the plan.
         kept: what stays.
         plan: whose chains are priced.
-        bench: of the captured step.
-        capture: of the same.
+        capture: of the captured step.
         is_timed: judge too whether the machine was quiet enough to decide.
     """
     decision = kept.decision
@@ -218,10 +219,9 @@ def _with_decision(report: Report, kept: Kept, plan: Plan, bench: Bench, capture
     report = replace(
         report,
         fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns)),
-        rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
+        rewrites=kept.rewrites,
         launch_cost_ns=cost_ns,
     )
-    bench.forget_passes()
     report = with_intervals(report)
     if not is_timed:
         return report

@@ -49,27 +49,24 @@ def recorded(
     before: Callable[[], object] = nothing,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     finish: Callable[[torch.cuda.CUDAGraph], object] | None = None,
+    is_warm: bool = False,
 ) -> Callable[[], None]:
     """Record ``call`` into a CUDA graph and return its replay.
 
     Args:
-        call: warmed up here on a side stream before it is recorded.
+        call: warmed up here on a side stream before it is recorded, unless it is warm.
         pool: memory pool shared with other graphs that are never replayed at the same time.
         repeats: how often the work is recorded into one graph.
         before: called ahead of each warm-up run and not recorded; call it ahead of each replay too.
         around: entered around the capture alone, when the warm-up is over.
         finish: given the captured graph before it is instantiated.
+        is_warm: the very call was recorded a moment ago: the step that is timed against itself.
 
     Raises:
         CannotRecord: with the driver's sentence.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(2):
-            before()
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+    if not is_warm:
+        _warm_up(call, before)
     graph = torch.cuda.CUDAGraph(keep_graph=finish is not None)
     try:
         with torch.no_grad(), around(), torch.cuda.graph(graph, pool=pool):
@@ -82,6 +79,16 @@ def recorded(
         raise CannotRecord(str(error).strip().splitlines()[0]) from error
     torch.cuda.synchronize()
     return graph.replay
+
+
+def _warm_up(call: Callable[[], Any], before: Callable[[], object]) -> None:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(2):
+            before()
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def always(_: object) -> bool:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import fusion_advisor.lowering.memo as alike
+from fusion_advisor.chains.find import find_groups
 from fusion_advisor.chains.op_inputs import inputs_of
-from fusion_advisor.fuse.plan.plan import make_plan
+from fusion_advisor.fuse.plan.plan import judge_with, make_plan
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.lowering.lower import Lowered, lower
-from fusion_advisor.lowering.memo import lower_sites
+from fusion_advisor.lowering.memo import asked_once, lower_sites
 from fusion_advisor.records import OpClass
 from tests.tiny import LAYERS, decode_step, llama, patterns, planned, profile_live, profiled, region_of
 
@@ -52,6 +53,36 @@ def test_sites_that_write_to_caches_are_each_given_their_own(monkeypatch):
         lowered = lower_sites(capture.ops, sites)
         assert lowered == [lower(capture.ops, *site) for site in sites]
         assert len(calls) == 1 and len({one.written for one in lowered}) == len(sites) == LAYERS
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "toy"])
+def test_equal_groups_are_asked_about_once_and_get_the_answer_that_each_of_them_has(name):
+    ops, asked, answered = profiled(name)[1].ops, [], []
+
+    def judge(members, outputs):
+        asked.append(members)
+        return judge_with(ops, members, outputs)
+
+    once = asked_once(ops, judge)
+
+    def compared(members, outputs):
+        answered.append(members)
+        verdict = once(members, outputs)
+        assert verdict == judge_with(ops, members, outputs), members
+        return verdict
+
+    assert find_groups(ops, compared) == find_groups(ops, lambda members, outputs: judge_with(ops, members, outputs))
+    assert len(asked) < len(answered)
+
+
+def test_groups_that_differ_in_what_made_a_value_are_asked_about_by_themselves():
+    ops = list(profiled("qwen2")[1].ops)
+    reader = next(op for op in ops if op.role == "op" and any(ops[source].role == "op" for source in inputs_of(op)))
+    source = next(source for source in inputs_of(reader) if ops[source].role == "op")
+    once = asked_once(ops, lambda members, _outputs: ops[source].target)
+    first = once((reader.index,), (reader.index,))
+    ops[source] = replace(ops[source], target="aten.other.default")
+    assert once((reader.index,), (reader.index,)) == "aten.other.default" != first
 
 
 def readings(ops, members):

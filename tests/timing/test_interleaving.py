@@ -349,6 +349,9 @@ def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monke
     seen.clear()
     recorded(lambda: seen.append("run"), around=lambda: Around("own"), finish=lambda graph: seen.append(graph.is_kept))()
     assert seen == [*made, True, "instantiate", "replay"]
+    seen.clear()
+    recorded(lambda: seen.append("run"), around=lambda: Around("own"), is_warm=True)()
+    assert seen == ["+own", "+capture", "run", "-capture", "-own", "replay"]
 
 
 def wait(clock):

@@ -13,7 +13,7 @@ from fusion_advisor.fuse.decide.alone import savings_alone
 from fusion_advisor.fuse.decide.exact import inexact_passes
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision, keep_all
-from fusion_advisor.fuse.decide.predict import estimates
+from fusion_advisor.fuse.decide.predict import estimates, launch_cost_ns, price_passes
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Step, Variant
 from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
 from fusion_advisor.fuse.decide.verdict import Verdict, span_of
@@ -50,7 +50,8 @@ def choose(
         progress: gets a line on how the step is timed.
         budget_s: seconds for the timing.
         instruments: time the step and decide.
-        capture: of the step; with it a GPU's step is timed with what may pay alone.
+        capture: of the step; with it a GPU's step is timed with what may pay alone, and graph passes have what they were
+            expected to save.
 
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
@@ -80,6 +81,9 @@ def choose(
         is_asked = PASSES[name].is_in_trace and name not in LAYOUTS and options.is_timed and name in tried
         timed_ns = _saving_ns(timed_passes.get(name), bench, tried, name, instruments) if is_asked else None
         rewrites.append(_pass_row(PASSES[name], every, decision.verdicts.get(name), timed_ns))
+    if capture is not None:
+        cost_ns = launch_cost_ns(capture.launches, decision.untouched_ns, rewrites, most_ns=capture.bandwidth.launch_ns)
+        rewrites = list(price_passes(rewrites, bench, capture, cost_ns))
     bench.forget_passes()
     judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}

@@ -9,7 +9,7 @@ activations.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +116,8 @@ def _differing(before: Step, after: Step) -> dict[int, _Pair]:
     """Return, for each region that differs, the ops that only the first step has and those that only the second one has."""
     found = {}
     for place, modules in enumerate(zip(before.variant.modules, after.variant.modules, strict=True)):
-        one, other = modules
-        pair = _only_in(one, other), _only_in(other, one)
+        one, other = (_keys(module.graph) for module in modules)
+        pair = _only_in(one, set(other.values())), _only_in(other, set(one.values()))
         if not any(pair):
             continue
         for module, nodes in zip(modules, pair, strict=True):
@@ -159,31 +159,41 @@ def _took_ns(
     )
 
 
-def _only_in(module: GraphModule, other: GraphModule) -> list[Node]:
-    """Return the ops of a graph that another does not have, in order; items of a list go with the op that returns it."""
-    there = {_key(node) for node in other.graph.nodes}
+def _only_in(keys: Mapping[Node, Hashable], there: Collection[Hashable]) -> list[Node]:
+    """Return the ops of a graph that another does not have, in order; items of a list go with the op that returns it.
+
+    Args:
+        keys: of the graph's nodes.
+        there: of the other's.
+    """
     chosen: dict[Node, None] = {}
-    for node in module.graph.nodes:
+    for node, key in keys.items():
         is_item = node.target is operator.getitem and node.args[0] in chosen
-        if is_item or (node.op == "call_function" and node.target is not operator.getitem and _key(node) not in there):
+        if is_item or (node.op == "call_function" and node.target is not operator.getitem and key not in there):
             chosen[node] = None
     return list(chosen)
 
 
-def _key(node: Node) -> Hashable:
-    """Identify an op by the captured ops that it computes, and by the layouts of its inputs and outputs.
+def _keys(graph: Graph) -> dict[Node, Hashable]:
+    """Identify a graph's ops by the captured ops that they compute, and by the layouts of their inputs and outputs.
 
     Each variant makes its own ops that hold a tensor or a view, under the same names. An op that joins a GEMM with its bias has a
     new name, and its node lists the captured ops that it is made of.
     """
-    name: Hashable = (getattr(node.target, "__name__", str(node.target)), node.name)
-    if "fusion_id" in node.meta:
-        name = (node.meta["fusion_id"], node.meta["replaces"])
-    elif LAUNCHES_OF in node.meta:
-        name = tuple(node.meta[LAUNCHES_OF])
-    read = tuple(_layouts(source) for source in node.all_input_nodes)
-    shown = {key for source in node.all_input_nodes for key in storages(source)}
-    return name, read, _layouts(node), not shown.isdisjoint(storages(node))
+    keys: dict[Node, Hashable] = {}
+    layouts: dict[Node, Hashable] = {}
+    memory: dict[Node, set[int]] = {}
+    for node in graph.nodes:
+        layouts[node], memory[node] = _layouts(node), set(storages(node))
+        name: Hashable = (getattr(node.target, "__name__", str(node.target)), node.name)
+        if "fusion_id" in node.meta:
+            name = (node.meta["fusion_id"], node.meta["replaces"])
+        elif LAUNCHES_OF in node.meta:
+            name = tuple(node.meta[LAUNCHES_OF])
+        read = node.all_input_nodes
+        is_view = any(not memory[node].isdisjoint(memory[source]) for source in read)
+        keys[node] = name, tuple(layouts[source] for source in read), layouts[node], is_view
+    return keys
 
 
 def _layouts(node: Node) -> Hashable:

@@ -89,6 +89,24 @@ class Variant:
     """Sites changed per graph pass."""
 
 
+_RECENT = 2
+"""Steps that a bench remembers: what a rewrite is compared with, and the same with the rewrite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stack:
+    """What a step was built with."""
+
+    fusions: tuple[BuiltFusion, ...]
+    passes: tuple[str, ...]
+    linears: tuple[BuiltLinear, ...]
+
+    def is_as(self, other: _Stack) -> bool:
+        """Whether both are the same kernels, not equal ones, with the same passes."""
+        mine, theirs = (*self.fusions, None, *self.linears), (*other.fusions, None, *other.linears)
+        return self.passes == other.passes and [*map(id, mine)] == [*map(id, theirs)]
+
+
 class Bench:
     """Holds a live capture and what was observed of it; makes variants.
 
@@ -110,6 +128,7 @@ class Bench:
         self.values: dict[int, torch.Tensor] = {}
         self.surprises: dict[int, str] = {}
         self._with_passes: dict[tuple[str, ...], Variant] = {}
+        self._steps: list[tuple[_Stack, Variant]] = []
 
     @property
     def is_alone(self) -> bool:
@@ -173,7 +192,14 @@ class Bench:
             )
         return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals), built=built)
 
-    def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear] = ()) -> Variant:
+    def build(
+        self,
+        fusions: Sequence[BuiltFusion],
+        passes: Sequence[str],
+        linears: Sequence[BuiltLinear] = (),
+        *,
+        is_lazy: bool = False,
+    ) -> Variant:
         """Return the model's regions with these rewrites; the captured graphs stay as they are.
 
         A linear's call takes in the chains around it: a fusion's site that shares an op with such a call is left out.
@@ -182,6 +208,7 @@ class Bench:
             fusions: kernels with their sites.
             passes: ids of graph passes, in any order.
             linears: calls that compute linear layers with the ops around them.
+            is_lazy: generate code when a region is first called: for a variant that is called through its modules alone.
         """
         variant = Variant(modules=[])
         taken = members_of(linears)
@@ -190,7 +217,7 @@ class Bench:
         names = [name for name in PASSES if name in passes]
         for region, index_of in zip(self.live.regions, self.index_of, strict=True):
             mine = [site for site in sites if self.ops[site.members[0]].region == region.index]
-            module, changed = rewrite_region(region, index_of, mine, [PASSES[name].apply for name in names])
+            module, changed = rewrite_region(region, index_of, mine, [PASSES[name].apply for name in names], is_lazy=is_lazy)
             variant.modules.append(module)
             for name, count in zip(names, changed, strict=True):
                 variant.changed[name] = variant.changed.get(name, 0) + count
@@ -204,14 +231,29 @@ class Bench:
         """
         names = tuple(name for name in PASSES if name in passes)
         if any(PASSES[name].needs_freeze for name in names):
-            return self.build((), names)
+            return self.build((), names, is_lazy=True)
         if names not in self._with_passes:
-            self._with_passes[names] = self.build((), names)
+            self._with_passes[names] = self.build((), names, is_lazy=True)
         return self._with_passes[names]
 
+    def step(self, fusions: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear] = ()) -> Variant:
+        """As :meth:`build`, for a step that is timed or looked at. What was asked for last, or before that, is not built again.
+
+        A rewrite is tried on top of a step that was timed a moment ago: that of the rewrite before it, with or without.
+        """
+        names = tuple(name for name in PASSES if name in passes)
+        stack = _Stack(fusions=tuple(fusions), passes=names, linears=tuple(linears))
+        found = next((variant for known, variant in self._steps if known.is_as(stack)), None)
+        variant = found or self.build(fusions, names, linears, is_lazy=True)
+        if not any(PASSES[name].needs_freeze for name in names):
+            others = [one for one in self._steps if one[1] is not variant]
+            self._steps = [*others, (stack, variant)][-_RECENT:]
+        return variant
+
     def forget_passes(self) -> None:
-        """Give up the variants of :meth:`with_passes`, and the constants that they hold."""
+        """Give up the variants of :meth:`with_passes` and :meth:`step`, and the constants that they hold."""
         self._with_passes.clear()
+        self._steps.clear()
 
     def wait(self) -> None:
         """Return when the device has nothing left to do."""
@@ -241,7 +283,7 @@ class Step:
 
 def step_of(bench: Bench, built: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear] = ()) -> Step:
     """Return the step with these rewrites."""
-    return Step(bench=bench, variant=bench.build(built, passes, linears))
+    return Step(bench=bench, variant=bench.step(built, passes, linears))
 
 
 def replaced_sites(variant: Variant) -> Mapping[str, int]:

@@ -89,7 +89,8 @@ class StepRunner:
             around = cuda_state.own_gemm_workspace
             finish = self._memsets.replace  # as the fused model's own graph is recorded
             return [
-                interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish) for call in plain
+                interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish, is_warm=is_warm)
+                for call, is_warm in zip(plain, come_again(plain), strict=True)
             ]
         except interleaving.CannotRecord:
             self.method = "cuda_events"
@@ -122,6 +123,16 @@ class StepRunner:
         if self._bench.on_cuda:
             self._pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
+
+
+def come_again(calls: Sequence[Callable[[], Any]]) -> list[bool]:
+    """Return for each call whether the same one stands before it: the step that is timed against itself."""
+    seen: set[int] = set()
+    found = []
+    for call in calls:
+        found.append(id(call) in seen)
+        seen.add(id(call))
+    return found
 
 
 def open_steps(min_gain: float, confidence: float) -> Callable[[Sequence[Sequence[int]]], Collection[int] | None]:

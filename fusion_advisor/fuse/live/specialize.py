@@ -40,6 +40,7 @@ from fusion_advisor.fuse.stages.try_layout_change import change_for_other_shape
 from fusion_advisor.ir.operand_names import named_like
 from fusion_advisor.ir.program import Program, layout_key
 from fusion_advisor.lowering.lower import Lowered, lower
+from fusion_advisor.lowering.memo import asked_once
 from fusion_advisor.records import Chain, OpClass, OpNode, Site, Tolerance
 from fusion_advisor.verify import check_chain
 
@@ -152,7 +153,7 @@ def _sites(bench: Bench, plan: ReusablePlan) -> list[tuple[PlannedFusion, BuiltF
 
     groups = find_groups(
         bench.ops,
-        lambda members, outputs: judge_with(bench.ops, members, outputs, is_exact=is_exact),
+        asked_once(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs, is_exact=is_exact)),
         has_kernel,
         lambda members, outputs: not has_kernel(members, outputs),
     )

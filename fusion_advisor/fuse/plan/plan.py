@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from fusion_advisor.ir.operand_names import names_in, with_names
 from fusion_advisor.ir.program import Program, layout_key
 from fusion_advisor.library.match import Patterns, find_match
 from fusion_advisor.lowering.lower import Lowered, lower
-from fusion_advisor.lowering.memo import lower_sites
+from fusion_advisor.lowering.memo import asked_once, lower_sites
 from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.records import Capture, Chain, Match, NoMatch, OpNode, Tuning
 
@@ -92,6 +93,7 @@ def make_plan(
 
     # A site goes to the largest kernel that is not left out: queries and keys to the kernel for one where that for both is, a
     # norm to its own where that with the residual is.
+    @functools.partial(asked_once, capture.ops)
     def is_allowed(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool | None:
         found = find_match(lower(capture.ops, members, outputs, is_exact=is_exact).program, patterns)
         if found is None:
@@ -101,7 +103,7 @@ def make_plan(
 
     groups = find_groups(
         capture.ops,
-        lambda members, outputs: judge_with(capture.ops, members, outputs, is_exact=is_exact),
+        asked_once(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs, is_exact=is_exact)),
         lambda members, outputs: is_allowed(members, outputs) is True,
         (lambda members, outputs: is_allowed(members, outputs) is False) if only or skip else None,
     )

@@ -23,6 +23,7 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.codegen.common.interface import Launcher
 from fusion_advisor.fuse.rewrite.launch_count import Tally, mark
 from fusion_advisor.records import TensorMeta
+from fusion_advisor.runtime.torch_internals import fx_trace
 from fusion_advisor.verify.guarded_memory import guarded
 from fusion_advisor.verify.subgraph_oracle import has_strides
 
@@ -203,6 +204,8 @@ def rewrite_region(
     index_of: Mapping[Node, int],
     sites: Sequence[SiteRewrite],
     passes: Sequence[GraphPass],
+    *,
+    is_lazy: bool = False,
 ) -> tuple[GraphModule, list[int]]:
     """Return a rewritten copy of a region and, per pass, how many sites it changed.
 
@@ -211,6 +214,7 @@ def rewrite_region(
         index_of: index of each of the region's nodes.
         sites: rewrites of this region.
         passes: run after the chains, in order.
+        is_lazy: generate its code when the copy is first called; whoever holds its ``forward`` pays for that in every call.
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -227,8 +231,8 @@ def rewrite_region(
     take_copies_out(graph)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
     join_bias(graph)
-    module = GraphModule(_attributes(region.graph, constants), graph, class_name="FusedRegion")
-    return module, changed
+    make = fx_trace.lazy_graph_module if is_lazy else GraphModule
+    return make(_attributes(region.graph, constants), graph, class_name="FusedRegion"), changed
 
 
 def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> None:

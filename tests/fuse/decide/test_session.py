@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fusion_advisor.fuse.decide.choose import choose
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.keep_rule import keep_all
-from fusion_advisor.fuse.decide.session import Bench, replaced_sites
+from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_passes
+from fusion_advisor.fuse.decide.session import Bench, replaced_sites, step_of
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
@@ -81,6 +85,61 @@ def test_what_may_hold_copies_of_weights_is_not_kept_for_another_time():
     bench = CountedBench(live, on_cuda=False)
     frozen = next(name for name, rewrite in PASSES.items() if rewrite.needs_freeze)
     assert bench.with_passes((frozen,)) is not bench.with_passes((frozen,)) and bench.built == 2
+
+
+def test_a_step_that_was_asked_for_a_moment_ago_is_not_built_again():
+    _, _, live = profiled("gpt2")
+    bench, plan = CountedBench(live, on_cuda=False), planned("gpt2")
+    bench.observe(plan.fusions)
+    kernels = [evaluated(bench, fusion) for fusion in plan.fusions[:2]]
+    before, after = step_of(bench, kernels[:1], ["fold-constants"]), step_of(bench, kernels, ["fold-constants"])
+    assert step_of(bench, list(kernels), ["fold-constants"]).variant is after.variant
+    assert step_of(bench, kernels[:1], ["fold-constants"]).variant is before.variant and bench.built == 2
+    others = [evaluated(bench, fusion) for fusion in plan.fusions[:2]]  # of the same plan, and other kernels all the same
+    assert step_of(bench, others, ["fold-constants"]).variant is not after.variant
+    assert step_of(bench, kernels[:1], ["fold-constants"]).variant is before.variant  # asked for after the other one
+    assert step_of(bench, kernels[:1], []).variant is not before.variant and bench.built == 4
+    bench.forget_passes()
+    assert step_of(bench, kernels[:1], []).variant is not before.variant and bench.built == 5
+
+
+def test_a_step_that_may_hold_copies_of_weights_is_built_each_time():
+    _, _, live = profiled("gpt2")
+    bench = CountedBench(live, on_cuda=False)
+    frozen = next(name for name, rewrite in PASSES.items() if rewrite.needs_freeze)
+    assert step_of(bench, (), [frozen]).variant is not step_of(bench, (), [frozen]).variant and bench.built == 2
+
+
+def test_a_step_that_is_only_looked_at_has_no_code_and_runs_as_one_that_has():
+    _, _, live = profiled("toy")
+    bench = Bench(live, on_cuda=False)
+    (lazy,), (eager,) = step_of(bench, (), ["fold-constants"]).variant.modules, bench.build((), ["fold-constants"]).modules
+    assert "_code" not in vars(lazy) and "_code" in vars(eager)
+    torch.testing.assert_close(step_of(bench, (), ["fold-constants"]).run()[0], live.output)
+    assert lazy.code == eager.code
+
+
+def test_passes_are_priced_with_the_sets_that_were_built_to_judge_them():
+    capture, live = profiled("gpt2")[1:]
+    bench = CountedBench(live, on_cuda=False)
+    planted = Instruments(
+        decide=lambda chosen, candidates, **_: replace(
+            keep_all(chosen, candidates),
+            verdicts={
+                one.id: Verdict(id=one.id, status=Status.KEPT, reason="", delta_ns=-100, interval_ns=(-110, -90))
+                for one in candidates
+            },
+        ),
+        change_alone=lambda *_: Difference(median_ns=-100, low_ns=-110, high_ns=-90),
+        saving_alone_ns=lambda *_: None,
+    )
+    decision, rewrites, _, _ = choose(
+        bench, [], [], ApplyOptions(), Progress(), budget_s=0.01, instruments=planted, capture=capture
+    )
+    priced = [row for row in rewrites if row.status is Status.KEPT and row.predicted_saving_ns is not None]
+    assert priced and bench.built <= len(rewrites) + 3
+    cost_ns = launch_cost_ns(capture.launches, decision.untouched_ns, rewrites, most_ns=capture.bandwidth.launch_ns)
+    assert price_passes(rewrites, Bench(live, on_cuda=False), capture, cost_ns) == rewrites
 
 
 def test_no_set_of_passes_is_applied_twice_while_they_are_judged():

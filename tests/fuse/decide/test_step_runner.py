@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
+from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner, come_again
 
 
 class CountedBench:
@@ -34,3 +34,8 @@ def test_a_set_that_comes_again_is_built_once():
         ("given",), ("given",), ("given", "one"), ("given", "one", "two"), ("given", "two", "one"), ("given", "one")
     ]  # fmt: skip
     assert len(bench.built) == 4
+
+
+def test_the_step_that_is_timed_against_itself_is_warmed_up_once():
+    bench, one = CountedBench(), Candidate(id="one", graph_pass="one")
+    assert come_again(StepRunner(bench).calls([(), (), (one,), ()])) == [False, True, False, True]

@@ -248,7 +248,7 @@ def test_what_pays_is_placed_and_one_that_does_not_is_out():
 
 def test_what_stays_is_timed_once_against_the_step_as_captured():
     run = []
-    kept = place(captured=SimpleNamespace(build=lambda *_: "untouched", run=run.append))
+    kept = place(captured=SimpleNamespace(step=lambda *_: "untouched", run=run.append))
     assert not run and kept.decision.before is kept.decision.after
     confirmed = confirmed_once(kept, is_timed=True, budget_s=0.01).decision
     assert run and set(run) == {"untouched"}
