@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,21 @@ def test_dtypes_and_widths_that_it_does_not_serve_are_named():
 
 
 @pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core")
+def test_each_norm_has_a_kernel_of_its_own():
+    asked = []
+    kernels = SymmetricKernels(
+        "0", CPU, 0, 2, multiprocessors=132, shared=lambda *_: SimpleNamespace(addresses=(256, 512)),
+        compiled=lambda rendered, macros: asked.append((rendered.entry, macros["NORM"], macros["HAS_OFFSET"])),
+    )  # fmt: skip
+    kernels.acquire()
+    for call in (CALL, replace(CALL, norm="rms-once"), replace(CALL, norm="layer", has_offset=True)):
+        kernels.launcher(call, "one-shot")
+        assert kernels.rendered(call).entry == asked[-1][0]
+    rms, layer = render().entry, render("layer").entry
+    assert asked == [(rms, 0, 0), (rms, 1, 0), (layer, 2, 1)] and "layernorm" in layer
+
+
+@pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core")
 def test_buffers_are_made_once_freed_and_made_again_without_another_compilation():
     made, compiled = [], []
     kernels = symmetric(made, compiled)
@@ -94,7 +110,12 @@ def test_bytes_count_what_goes_to_other_ranks_and_comes_from_them():
     assert moved_bytes(CALL, "one-shot", 1) == 64 * 5 * row + row
     assert moved_bytes(CALL, "one-shot", 2) == 64 * 7 * row + row
     assert moved_bytes(CALL, "two-shot", 8) < moved_bytes(CALL, "one-shot", 8)
+    layer = replace(CALL, norm="layer", has_offset=True)  # a shift and a linear's bias beside the weight
+    assert moved_bytes(layer, "one-shot", 2) == moved_bytes(CALL, "one-shot", 2) + 2 * row
 
 
 def test_its_launches_count_as_ops_between_ranks_in_a_trace():
-    assert category_of(render().entry, "") == "collective" and category_of("fa_add_rmsnorm_0c9e", "") == "fused"
+    assert (
+        category_of(render().entry, "") == category_of(render("layer").entry, "") == "collective"
+        and category_of("fa_add_rmsnorm_0c9e", "") == "fused"
+    )

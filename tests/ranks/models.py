@@ -6,14 +6,32 @@ import torch
 
 from tests.tiny import llama, qwen2
 
+IDS = torch.arange(1, 65).view(1, 64)
+
 
 def tiny_llama():
     """A Llama of two layers and one step's inputs."""
     model, kwargs = llama()
-    return model, {**kwargs, "input_ids": torch.arange(1, 65).view(1, 64)}
+    return model, {**kwargs, "input_ids": IDS}
 
 
 def tiny_qwen2():
     """A Qwen2 of two layers and one step's inputs."""
     model, kwargs = qwen2()
-    return model, {**kwargs, "input_ids": torch.arange(1, 65).view(1, 64)}
+    return model, {**kwargs, "input_ids": IDS}
+
+
+def tiny_starcoder2():
+    """A Starcoder2 of two layers, LayerNorm and biases everywhere, and one step's inputs."""
+    from transformers import Starcoder2Config, Starcoder2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Starcoder2Config(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=200,
+        max_position_embeddings=64, bos_token_id=0, eos_token_id=0, residual_dropout=0.0, embedding_dropout=0.0,
+    )  # fmt: skip
+    model = Starcoder2ForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():  # transformers' biases are zeros, which nobody would miss
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model, {"input_ids": IDS, "use_cache": False}
