@@ -261,6 +261,19 @@ def _short(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def worst_problem(ranks: Ranks, own: str) -> str:
+    """Return the first problem that any rank has with a kernel; empty where none has one.
+
+    Args:
+        ranks: of the run.
+        own: this rank's; empty where it has none.
+    """
+    for rank, problem in enumerate(ranks.gather("a kernel's check", own)):
+        if problem:
+            return problem if rank == ranks.rank else f"rank {rank}: {problem}"
+    return ""
+
+
 def failed(failure: Failure) -> RankFailed:
     """Return a failure as an error."""
     return RankFailed(rank=failure.rank, reason=failure.reason)

@@ -24,7 +24,8 @@ from fusion_advisor.fuse.decide.step_profile import walls
 from fusion_advisor.fuse.installed import LastStage
 from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.live.restore_plan import measure_warm_up
-from fusion_advisor.ranks.group import Ranks
+from fusion_advisor.ranks.group import Ranks, worst_problem
+from fusion_advisor.ranks.recording import TimedRecorder, records_together
 from fusion_advisor.ranks.split import between_ranks, without_waiting
 from fusion_advisor.records import Capture, Launch, ModelCheck, OpNode, Timing
 from fusion_advisor.timing.clock_sampler import Gauge, Watch
@@ -76,8 +77,8 @@ def instruments_of(
         ranks: of the run.
         on_cuda: whether they have GPUs.
         on_capture: gets this rank's own capture.
-        measured: what this rank measures by itself: its timer, memory, captures, traced steps, launch parameters and kernels of
-            groups.
+        measured: what this rank measures by itself: its timer, memory, captures, traced steps, launch parameters, kernels of
+            groups and graphs of steps.
     """
     timer = AgreedTimer(measured.timer or step_timer(on_cuda=on_cuda), ranks)
 
@@ -105,6 +106,7 @@ def instruments_of(
         exchange=functools.partial(ranks.gather, patience_s=COMPILED_S),
         group_kernels=measured.group_kernels or functools.partial(join_group, exchange=ranks.gather),
         rest=0.0,
+        record=TimedRecorder(ranks, measured.record) if measured.record or (on_cuda and records_together()) else None,
     )
 
 
@@ -191,19 +193,6 @@ def agreed_choice(ranks: Ranks, choose: Callable[..., Choice], *args: Any, **kwa
     if isinstance(chosen, KernelBuildFailed):
         raise chosen
     return chosen
-
-
-def worst_problem(ranks: Ranks, own: str) -> str:
-    """Return the first problem that any rank has with a kernel; empty where none has one.
-
-    Args:
-        ranks: of the run.
-        own: this rank's; empty where it has none.
-    """
-    for rank, problem in enumerate(ranks.gather("a kernel's check", own)):
-        if problem:
-            return problem if rank == ranks.rank else f"rank {rank}: {problem}"
-    return ""
 
 
 def last_stage(ranks: Ranks, instruments: Instruments) -> LastStage:

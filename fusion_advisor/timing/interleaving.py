@@ -41,6 +41,10 @@ class CannotRecord(Exception):
     """A step that a CUDA graph cannot hold (a sync, an allocation it may not make)."""
 
 
+Record = Callable[..., Callable[[], None]]
+"""Records a call and returns its replay, as :func:`recorded` does."""
+
+
 def recorded(
     call: Callable[[], Any],
     *,
@@ -49,6 +53,7 @@ def recorded(
     before: Callable[[], object] = nothing,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     finish: Callable[[torch.cuda.CUDAGraph], object] | None = None,
+    error_mode: str = "global",
 ) -> Callable[[], None]:
     """Record ``call`` into a CUDA graph and return its replay.
 
@@ -59,6 +64,7 @@ def recorded(
         before: called ahead of each warm-up run and not recorded; call it ahead of each replay too.
         around: entered around the capture alone, when the warm-up is over.
         finish: given the captured graph before it is instantiated.
+        error_mode: whose calls end the capture; ``thread_local``: this thread's alone.
 
     Raises:
         CannotRecord: with the driver's sentence.
@@ -72,7 +78,7 @@ def recorded(
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph(keep_graph=finish is not None)
     try:
-        with torch.no_grad(), around(), torch.cuda.graph(graph, pool=pool):
+        with torch.no_grad(), around(), torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode):
             for _ in range(repeats):
                 call()
         if finish is not None:
