@@ -19,6 +19,7 @@ from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.collectives.group_kernels import join_group
+from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.step_profile import walls
 from fusion_advisor.fuse.installed import LastStage
@@ -30,6 +31,7 @@ from fusion_advisor.ranks.split import between_ranks, without_waiting
 from fusion_advisor.records import Capture, Launch, ModelCheck, OpNode, Timing
 from fusion_advisor.timing.clock_sampler import Gauge, Watch
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
+from fusion_advisor.workload.device import is_out_of_memory
 
 COMPILED_S = 600.0
 """For so long ranks wait for one that compiles the step with torch.compile: 28 layers take minutes on a busy host."""
@@ -94,15 +96,19 @@ def instruments_of(
     def settled_step(step: Step) -> Step:
         return agreed_step(ranks, measured.settled_step(step))
 
+    worst = functools.partial(worst_problem, ranks)
     return Instruments(
         timer=timer,
+        compare_alone=functools.partial(measured.compare_alone, record=TimedRecorder(ranks, measured.record, meets=False)),
+        change_alone=functools.partial(measured.change_alone, worst=worst),
+        saving_alone_ns=functools.partial(saving_alone_ns, worst=worst),
         walls=_walls(timer),
         rested_walls=no_rested_walls,
         memory_bytes=free,
         settled_capture=settled,
         settled_step=settled_step,
         tune=functools.partial(agreed_choice, ranks, measured.tune or best_tuning),
-        worst=functools.partial(worst_problem, ranks),
+        worst=worst,
         exchange=functools.partial(ranks.gather, patience_s=COMPILED_S),
         group_kernels=measured.group_kernels or functools.partial(join_group, exchange=ranks.gather),
         rest=0.0,
@@ -184,13 +190,19 @@ def agreed_choice(ranks: Ranks, choose: Callable[..., Choice], *args: Any, **kwa
 
     Raises:
         KernelBuildFailed: rank 0 has no kernel.
+        MemoryError: rank 0 has no memory for it.
     """
+    own: Choice | KernelBuildFailed | MemoryError
     try:
-        own: Choice | KernelBuildFailed = choose(*args, **kwargs)
+        own = choose(*args, **kwargs)
     except KernelBuildFailed as error:
         own = error
-    chosen: Choice | KernelBuildFailed = ranks.first("launch parameters", own)
-    if isinstance(chosen, KernelBuildFailed):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        own = MemoryError(str(error))
+    chosen: Choice | KernelBuildFailed | MemoryError = ranks.first("launch parameters", own)
+    if isinstance(chosen, KernelBuildFailed | MemoryError):
         raise chosen
     return chosen
 

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fusion_advisor.ranks.group import Ranks, worst_problem
+from fusion_advisor.ranks.group import Ranks
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.interleaving import CannotRecord, Record
+from fusion_advisor.workload.device import is_out_of_memory
 
 Made = TypeVar("Made")
 
@@ -35,26 +36,36 @@ def records_together(config: str | None = None) -> bool:
     return "cuda:nccl" in config.split(",")
 
 
-def together(ranks: Ranks, record: Callable[[], Made]) -> Made:
+def together(ranks: Ranks, record: Callable[[], Made], *, meets: bool = True) -> Made:
     """Record when all ranks have come to it, on all ranks or on none.
 
     Args:
         ranks: of the run.
         record: records on this rank.
+        meets: whether the ranks meet in what is recorded. Where they do not, memory that runs out on one is an error on all, and
+            all can go on. Where they do, the others wait in a collective then, so that the run ends.
 
     Raises:
         CannotRecord: this rank or another one cannot.
+        MemoryError: on this rank or another one memory ran out.
         RankFailed: a rank does not come, or hangs while it records.
     """
     ranks.gather("a CUDA graph's begin", None)
-    problem, made = "", None
+    problem, made, ran_out = "", None, False
     try:
         made = record()
     except CannotRecord as error:
         problem = str(error) or "the driver gave no reason"
-    worst = worst_problem(ranks, problem)
-    if made is None or worst:
-        raise CannotRecord(worst)
+    except (RuntimeError, MemoryError) as error:
+        if meets or not is_out_of_memory(error):
+            raise
+        problem, ran_out = str(error) or "memory ran out", True
+    told: list[tuple[str, bool]] = ranks.gather("whether a CUDA graph was recorded", (problem, ran_out))
+    for rank, (theirs, ran_out_there) in enumerate(told):
+        if theirs:
+            words = theirs if rank == ranks.rank else f"rank {rank}: {theirs}"
+            raise MemoryError(words) if ran_out_there else CannotRecord(words)
+    assert made is not None  # else there was a problem
     return made
 
 
@@ -89,10 +100,12 @@ class TimedRecorder:
     Args:
         ranks: of the run.
         own: records on this rank; None: :func:`fusion_advisor.timing.interleaving.recorded`.
+        meets: as for :func:`together`.
     """
 
-    def __init__(self, ranks: Ranks, own: Record | None = None) -> None:
+    def __init__(self, ranks: Ranks, own: Record | None = None, *, meets: bool = True) -> None:
         self._ranks = ranks
+        self._meets = meets
         # NCCL's own thread goes on asking events while this one records.
         self._own = own or functools.partial(interleaving.recorded, error_mode="thread_local")
         self._alive: weakref.WeakSet[Replay] = weakref.WeakSet()
@@ -109,7 +122,7 @@ class TimedRecorder:
             CannotRecord: this rank or another one cannot.
             RankFailed: a rank does not come, or hangs while it records.
         """
-        replay = Replay(together(self._ranks, functools.partial(self._own, call, **how)))
+        replay = Replay(together(self._ranks, functools.partial(self._own, call, **how), meets=self._meets))
         self._alive.add(replay)
         if not self._is_noted:  # each note stays until the ranks part, and there are hundreds of graphs
             self._ranks.holds(self._release)

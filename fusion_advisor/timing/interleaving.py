@@ -324,19 +324,25 @@ def until_precise(share: float, least: int) -> Callable[[list[list[int]]], Colle
 
 
 def compare_alone(
-    before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3, timer: HostTimer | None = None
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    *,
+    on_cuda: bool,
+    budget_s: float = 0.3,
+    timer: HostTimer | None = None,
+    record: Record = recorded,
 ) -> tuple[Timing, Timing]:
     """Time one chain's original ops against its kernel, each by itself, per call.
 
     On a GPU short ones are recorded up to twenty times into one graph, so that a microsecond kernel is not lost in the events'
-    resolution.
+    resolution. ``record`` does that.
     """
     timer = timer or step_timer(on_cuda=on_cuda)
     if on_cuda:
         once_ns = timer.agreed_ns(min(map(_once_on_device, (before, after))))
         repeats = max(1, min(_MOST_REPEATS, round(_REPEATED_NS / max(once_ns, 1))))
         pool = torch.cuda.graph_pool_handle()
-        candidates = [recorded(call, pool=pool, repeats=repeats) for call in (before, after)]
+        candidates = [record(call, pool=pool, repeats=repeats) for call in (before, after)]
     else:
         before()
         once_ns = max(timer.time_ns(before), 1)

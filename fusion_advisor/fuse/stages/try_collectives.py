@@ -26,8 +26,8 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.collective_kernels import TITLE
 from fusion_advisor.fuse.stages.collective_sites import LeftSum, SumKind, build, check, find_kinds, install, ops_of
-from fusion_advisor.fuse.stages.gemm_sites import device_of, observe, why_no_room
-from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, ran_out, with_kernels_of
+from fusion_advisor.fuse.stages.gemm_sites import device_of, observe_together, ran_out, why_no_room
+from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, with_kernels_of
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, Status
 from fusion_advisor.verify.check_chain import why_wrong
 from fusion_advisor.workload.device import fault_of
@@ -107,9 +107,8 @@ def _chosen(
     """Return the row of the faster way to sum, and its calls where they stay."""
     bench, found = kept.bench, []
     try:
-        if refusal := why_no_room(bench, kind.places, instruments):
+        if refusal := why_no_room(bench, kind.places, instruments) or observe_together(bench, kind.places, instruments):
             return replace(row, status=Status.NOT_REPLACED, reason=refusal), None
-        observe(bench, kind.places)
         surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), "")
         if refusal := instruments.worst(surprise):
             return replace(row, status=Status.NOT_REPLACED, reason=refusal), None
@@ -120,6 +119,8 @@ def _chosen(
                 one = _timed(kept, one[0], chosen, one[1], options, instruments, budget_s=budget_s / len(ways))
             found.append(one)
     except (RuntimeError, MemoryError) as error:
+        if instruments.exchange is not None:  # the check and the step meet other ranks, which wait in them
+            raise
         return replace(row, status=Status.NOT_REPLACED, reason=ran_out(error)), None
     finally:
         bench.values.clear()
