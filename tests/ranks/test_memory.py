@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,9 @@ from fusion_advisor.errors import RankFailed
 from fusion_advisor.fuse.decide.graph_diff_cost import change_alone
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.session import step_of
-from fusion_advisor.fuse.decide.trial import try_fusion
+from fusion_advisor.fuse.decide.try_fusions import _trials
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.stages import gemm_sites as places
 from fusion_advisor.fuse.stages.linear_kernels import header_of, install
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
@@ -122,21 +125,14 @@ def test_a_kernel_of_a_chain_is_left_out_on_all_ranks(tmp_path):
     bench, _ = bench_of(live, plan)
 
     def work(ranks):
-        def tuned(*_, **__):
-            return raising_on(ranks, 1, lambda: Tuned(tuning=Tuning(), source="planted"))()
+        tune = raising_on(ranks, 1, lambda *_, **__: Tuned(tuning=Tuning(), source="planted"))
+        instruments = replace(agreeing(ranks), tune=tune)
+        options, folder = ApplyOptions(keep="verified"), tmp_path / str(ranks.rank)
+        (one,) = _trials(bench, plan.fusions[0], ("cpp",), options, folder, 0, Progress(), instruments, None)
+        return ranks.gather("the next kernel", (one.fusion.status, one.fusion.reason))
 
-        try:
-            found = try_fusion(
-                bench, plan.fusions[0], backend="cpp", fast_math=False, kernel_dir=tmp_path / str(ranks.rank), seed=0,
-                is_timed=False, tune=tuned, worst=functools.partial(worst_problem, ranks),
-            )  # fmt: skip
-        except torch.OutOfMemoryError:
-            return ranks.gather("the next kernel", "left out")
-        return ranks.gather("the next kernel", f"{found.fusion.status}: {found.fusion.reason}")
-
-    assert (
-        both(work) == [[f"{Status.WRONG_NUMBERS}: rank 1: no memory is left to check its numbers against fp64", "left out"]] * 2
-    )
+    no_memory = "no memory is left to check its numbers against fp64"
+    assert both(work) == [[(Status.WRONG_NUMBERS, f"rank 1: {no_memory}"), (Status.NOT_REPLACED, no_memory)]] * 2
 
 
 def test_a_kernel_of_linears_is_left_out_on_all_ranks():

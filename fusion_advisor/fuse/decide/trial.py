@@ -30,9 +30,7 @@ from fusion_advisor.timing.interleaving import compare_alone
 from fusion_advisor.timing.kernel_timer import cache_bytes
 from fusion_advisor.verify import check_chain
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
-from fusion_advisor.workload.device import is_out_of_memory
 
-NO_MEMORY = "no memory is left to check its numbers against fp64"
 _SOURCE_CONTEXT = 3
 _TIMED_AGAIN = 3
 """Times that cannot be right are measured again; those of the last attempt are not shown either."""
@@ -97,10 +95,6 @@ def try_fusion(
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
         return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=worst(str(failure))), built=None)
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            worst(NO_MEMORY)  # the other ranks wait for an answer
-        raise
     base = replace(base, numerics=_with_reason(numerics, planned))
     if problem := worst("" if numerics.is_passed else check_chain.why_wrong(numerics, tolerance)):
         return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=problem), built=None)

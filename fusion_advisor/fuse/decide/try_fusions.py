@@ -17,7 +17,7 @@ from fusion_advisor.codegen.common.descriptor import Backend
 from fusion_advisor.codegen.registry import backends_for
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
-from fusion_advisor.fuse.decide.trial import NO_MEMORY, Trial, try_fusion, untried
+from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import Plan, PlannedFusion
 from fusion_advisor.fuse.plan.progress import Progress
@@ -27,6 +27,7 @@ from fusion_advisor.records import Fusion, Status
 from fusion_advisor.workload.device import fault_of, is_out_of_memory
 
 FASTEST = "fastest"
+NO_MEMORY = "no memory is left to check its numbers against fp64"
 
 
 def try_all(
@@ -108,6 +109,7 @@ def _trials(
             if not is_out_of_memory(error):
                 raise
             trial = None
+            instruments.worst(NO_MEMORY)  # the other ranks wait for an answer
         if trial is None:  # past the handler: what the failed trial held is free by now
             release_cached_memory()
             trial = Trial(fusion=replace(untried(planned), status=Status.NOT_REPLACED, reason=NO_MEMORY), built=None)
