@@ -120,6 +120,9 @@ def join_group(group_name: str, device: torch.device, exchange: Exchange) -> Gro
     hosts = set(exchange("hosts of the ranks", _host()))
     if len(hosts) > 1:
         return f"the group spans {len(hosts)} hosts: its GPUs do not reach each other's memory"
+    torch.cuda.empty_cache()  # symmetric memory comes from the driver, not from what torch keeps
+    if found := why_no_buffers(exchange("memory of the GPUs", torch.cuda.mem_get_info(device)[0])):
+        return found
     properties = torch.cuda.get_device_properties(device)
     multiprocessors = min(exchange("multiprocessors of the ranks", properties.multi_processor_count))
     kernels = SymmetricKernels(group_name, device, dist.get_rank(), dist.get_world_size(), multiprocessors=multiprocessors)
@@ -132,6 +135,18 @@ def join_group(group_name: str, device: torch.device, exchange: Exchange) -> Gro
         kernels.release()
         return found
     return kernels
+
+
+def why_no_buffers(free_bytes: Sequence[int]) -> str:
+    """Say which rank has no memory for its buffer. It would fail alone, and the others would wait for its part of the exchange.
+
+    Args:
+        free_bytes: of the GPU of each rank.
+    """
+    least = min(free_bytes)
+    if least >= BUFFER_BYTES:
+        return ""
+    return f"rank {free_bytes.index(least)}: {least:,} bytes are free, and a buffer takes {BUFFER_BYTES:,}"
 
 
 def gathered(what: str, value: Any) -> list[Any]:

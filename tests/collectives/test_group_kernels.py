@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fusion_advisor.capture.trace.attribute import category_of
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.collectives.all_reduce_norm import render
-from fusion_advisor.collectives.group_kernels import NormCall, SymmetricKernels, gathered, join_group, moved_bytes
+from fusion_advisor.collectives.group_kernels import NormCall, SymmetricKernels, gathered, join_group, moved_bytes, why_no_buffers
 from fusion_advisor.collectives.launch_shape import BUFFER_BYTES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -43,6 +43,11 @@ def test_other_groups_and_groups_of_other_sizes_get_none():
 def test_what_one_rank_lacks_no_rank_has():
     found = join_group("0", CPU, lambda _, own: ["", own])
     assert found == "rank 1: no symmetric memory: the ranks run on CPUs"
+
+
+def test_the_rank_without_memory_for_a_buffer_is_named():
+    assert why_no_buffers([BUFFER_BYTES, 2 * BUFFER_BYTES]) == ""
+    assert why_no_buffers([2 * BUFFER_BYTES, 1000]) == f"rank 1: 1,000 bytes are free, and a buffer takes {BUFFER_BYTES:,}"
 
 
 def symmetric(made, compiled):
