@@ -8,13 +8,14 @@ the library, because each rank's kernel adds it once to the whole sum.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.chains.group import Group
+from fusion_advisor.chains.op_inputs import inputs_of
 from fusion_advisor.collectives.launch_shape import Norm
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.plan.plan import judge_with
@@ -24,7 +25,7 @@ from fusion_advisor.library.discover import list_kernels
 from fusion_advisor.library.match import Found, Pattern, find_match
 from fusion_advisor.library.patterns import kernel_patterns
 from fusion_advisor.lowering.lower import lower
-from fusion_advisor.records import Ref
+from fusion_advisor.records import OpClass, Ref
 
 _ADD, _WAIT = "aten.add.Tensor", "_c10d_functional.wait_tensor.default"
 _KERNELS = ("add_rmsnorm", "add_layernorm")
@@ -160,20 +161,20 @@ class Followers:
 
     def _why_none(self, members: Sequence[int]) -> str:
         """Say what follows a sum instead of one residual add and a norm."""
-        sums = {source for member in members for source in self._sums_of(member)}
+        ops, sums = self._bench.ops, set()
+        waiting, seen = list(members), set(members)
+        while waiting:  # back through what adds biases, and not to the layer before, whose sum the norm there reads too
+            op = ops[waiting.pop()]
+            is_own = op.op_class in (OpClass.POINTWISE, OpClass.VIEW) and len(self.readers(op.index)) == 1
+            if op.target == _WAIT:
+                sums.add(op.index)
+            elif is_own or op.index in members:
+                more = set(inputs_of(op)) - seen
+                seen |= more
+                waiting += more
         if len(sums) > 1:
             return f"{len(sums)} sums over ranks are added before the norm, and the kernel sums once"
         return "what follows is not one residual add and an RMSNorm or LayerNorm with a weight"
-
-    def _sums_of(self, member: int) -> Iterator[int]:
-        """The sums over ranks that an op reads, each by the op that waits for it."""
-        ops = self._bench.ops
-        for argument in ops[member].args:
-            if isinstance(argument, Ref):
-                source = ops[argument.index].alias_of
-                at = argument.index if source is None else source
-                if ops[at].target == _WAIT:
-                    yield at
 
 
 def _norm_of(found: Found) -> Norm:

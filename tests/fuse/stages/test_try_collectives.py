@@ -68,8 +68,8 @@ class Layer(nn.Module):
         total = self.summed(partial)
         if self.way == "written":
             x.mul_(0.5)
-        if self.way == "two sums":
-            base = base + self.summed(self.out(x))
+        if "two sums" in self.way:
+            base = base + (self.summed(self.out(x)) + self.bias if "bias" in self.way else self.summed(self.out(x)))
         if "bias" in self.way:
             total = self.bias + total if "left" in self.way else total + self.bias
         rows = total.flatten(0, -2).view(x.shape) if "views" in self.way else total
@@ -235,10 +235,18 @@ def test_a_graph_with_the_call_is_recorded_by_all_ranks_or_by_none(quick, group)
     run.revert()
 
 
-def test_two_sums_in_front_of_one_norm_stay_and_say_why(quick, group):
-    run, (row,) = applied(workload(group, "two sums"), quick, HostKernels())
+@pytest.mark.parametrize("way", ["two sums", "two sums, bias, layer norm"])
+def test_two_sums_in_front_of_one_norm_stay_and_say_why(quick, group, way):
+    run, (row,) = applied(workload(group, way), quick, HostKernels())
     assert row.status is Status.NOT_REPLACED and row.receipt.sites_found == 2
     assert "2 sums over ranks are added before the norm" in row.reason
+    run.revert()
+
+
+def test_sums_of_layers_before_are_no_reason(quick, group):
+    way = "layer norm without weight"
+    run, (row,) = applied(workload(group, way, way), quick, HostKernels())
+    assert row.receipt.sites_found == 2 and row.reason.startswith("what follows is not one residual add")
     run.revert()
 
 
