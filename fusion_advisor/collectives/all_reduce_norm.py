@@ -1,4 +1,4 @@
-"""All-reduce, residual add and RMSNorm in one launch on each GPU of a host.
+"""All-reduce, residual add and a norm (RMSNorm or LayerNorm) in one launch on each GPU of a host.
 
 Every rank has one buffer that all ranks map. A rank writes its rows into the buffers of the others, raises a flag there, waits
 for the others' flags and reads its own buffer. All ranks add in the order of the ranks and in float32, so their bits are equal.
@@ -30,21 +30,39 @@ import torch
 from fusion_advisor.codegen.common.interface import Launcher, Rendered, environment
 from fusion_advisor.codegen.cuda.backend import CudaLaunch, launcher_of
 from fusion_advisor.codegen.cuda.nvrtc import compile_loaded
-from fusion_advisor.collectives.launch_shape import DATA_AT, MOST_RANKS, RING_BYTES, LaunchShape, Way, launch_shape, why_unserved
+from fusion_advisor.collectives.launch_shape import (
+    DATA_AT,
+    MOST_RANKS,
+    RING_BYTES,
+    LaunchShape,
+    Norm,
+    Way,
+    launch_shape,
+    why_unserved,
+)
 
 TIMEOUT_S = 25.0
 """A rank that is later than this is lost; NCCL is given as long."""
 
+_NORMS: tuple[Norm, ...] = ("rms", "rms-once", "layer")
+"""By their numbers in the kernel."""
 
-def render() -> Rendered:
-    """Return the kernel's source; sizes come as macros."""
+
+def render(norm: Norm = "rms") -> Rendered:
+    """Return the kernel's source; sizes come as macros.
+
+    Args:
+        norm: what follows the sum; the kernel is named after it.
+    """
     template = environment().get_template("cuda/all_reduce_norm.cu.jinja")
     digest = hashlib.sha256(template.render(entry="").encode()).hexdigest()[:6]
-    entry = f"fa_all_reduce_add_rmsnorm_{digest}"
+    entry = f"fa_all_reduce_add_{'layernorm' if norm == 'layer' else 'rmsnorm'}_{digest}"
     return Rendered(backend="cuda", entry=entry, source=template.render(entry=entry), suffix=".cu")
 
 
-def macros_of(shape: LaunchShape, dtype: torch.dtype, way: Way, rank: int, world_size: int) -> dict[str, int]:
+def macros_of(
+    shape: LaunchShape, dtype: torch.dtype, way: Way, rank: int, world_size: int, *, norm: Norm = "rms", has_offset: bool = False
+) -> dict[str, int]:
     """Return what the kernel is compiled with.
 
     Args:
@@ -53,11 +71,13 @@ def macros_of(shape: LaunchShape, dtype: torch.dtype, way: Way, rank: int, world
         way: to sum.
         rank: of this process.
         world_size: number of ranks.
+        norm: what follows the sum.
+        has_offset: whether a bias of the linear is added to the sum.
     """
     return {
         "RANK": rank, "WORLD": world_size, "THREADS": shape.threads, "BLOCKS_PER_SM": shape.blocks_per_sm, "PACKS": shape.packs,
         "TWO_SHOT": int(way == "two-shot"), "HALF_IS_FP16": int(dtype == torch.float16), "DATA_AT": DATA_AT,
-        "RING_BYTES": RING_BYTES,
+        "RING_BYTES": RING_BYTES, "NORM": _NORMS.index(norm), "HAS_OFFSET": int(has_offset),
     }  # fmt: skip
 
 
@@ -87,14 +107,16 @@ class AllReduceNorm:
         self._multiprocessors = multiprocessors
         self._timeout_ns = round(timeout_s * 1e9)
         self._compiled = compiled
-        self._rendered = render()
         self._kernels: dict[tuple[int, ...], Any] = {}
 
-    def launcher(self, rows: int, cols: int, dtype: torch.dtype, *, eps: float, way: Way) -> Launcher:
+    def launcher(
+        self, rows: int, cols: int, dtype: torch.dtype, *, eps: float, way: Way, norm: Norm = "rms", has_offset: bool = False
+    ) -> Launcher:
         """Return what launches the kernel for one size, on the current stream.
 
-        It is called with ``x``, ``residual``, ``weight``, ``total`` and ``out``: contiguous, of the dtype, ``rows`` by ``cols``
-        apart from the weight's ``cols``. ``total`` may be ``residual``.
+        It is called with ``x``, ``residual``, ``weight``, then a LayerNorm's ``shift`` and a linear's ``offset`` where there are
+        such, ``total`` and ``out``: contiguous, of the dtype, ``rows`` by ``cols`` apart from the ``cols`` of weight, shift and
+        offset. ``total`` may be ``residual``.
 
         Args:
             rows: of the call, at least one.
@@ -102,6 +124,8 @@ class AllReduceNorm:
             dtype: bfloat16 or float16.
             eps: of the norm.
             way: to sum.
+            norm: what follows the sum.
+            has_offset: whether a bias of the linear, equal on all ranks, is added to the sum.
 
         Raises:
             ValueError: rows that the kernel does not compute.
@@ -115,8 +139,8 @@ class AllReduceNorm:
         scalars = [
             *map(numpy.uint64, padded), *map(numpy.int32, integers), numpy.float32(eps), numpy.uint64(self._timeout_ns),
         ]  # fmt: skip
-        macros = macros_of(shape, dtype, way, self._rank, len(self._addresses))
-        first = CudaLaunch(kernel=self._kernel(macros), config=config, scalars=scalars, text=f"{way} {shape}")
+        macros = macros_of(shape, dtype, way, self._rank, len(self._addresses), norm=norm, has_offset=has_offset)
+        first = CudaLaunch(kernel=self._kernel(norm, macros), config=config, scalars=scalars, text=f"{way} {shape}")
         return launcher_of(first, _refuse_unaligned, 16)
 
     def _config(self, rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, LaunchShape]:
@@ -128,10 +152,10 @@ class AllReduceNorm:
         shape = launch_shape(rows, cols, len(self._addresses), self._multiprocessors)
         return LaunchConfig(grid=(shape.blocks, 1, 1), block=(shape.threads, 1, 1)), shape
 
-    def _kernel(self, macros: dict[str, int]) -> Any:
+    def _kernel(self, norm: Norm, macros: dict[str, int]) -> Any:
         key = tuple(macros.values())
         if key not in self._kernels:
-            self._kernels[key] = self._compiled(self._rendered, macros)
+            self._kernels[key] = self._compiled(render(norm), macros)
         return self._kernels[key]
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fusion_advisor.codegen.common.interface import Launcher, Rendered
 from fusion_advisor.codegen.cuda.nvrtc import compile_loaded
 from fusion_advisor.collectives.all_reduce_norm import AllReduceNorm, render
-from fusion_advisor.collectives.launch_shape import BUFFER_BYTES, MOST_RANKS, Way, launch_shape, why_unserved
+from fusion_advisor.collectives.launch_shape import BUFFER_BYTES, MOST_RANKS, Norm, Way, launch_shape, why_unserved
 from fusion_advisor.runtime.torch_internals.symmetric_memory import SharedBuffer, shared_buffer
 
 _TWO_SHOT_FROM = 512
@@ -30,12 +30,28 @@ Exchange = Callable[[str, Any], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormCall:
-    """Sizes of a call: ``[rows, cols]`` of one dtype, and the norm's epsilon."""
+    """A call: ``[rows, cols]`` of one dtype, and what follows the sum.
+
+    Attributes:
+        rows: of the call.
+        cols: numbers in a row.
+        dtype: of all tensors.
+        eps: of the norm.
+        norm: which one.
+        has_offset: whether the bias of a linear is added once to the sum.
+    """
 
     rows: int
     cols: int
     dtype: torch.dtype
     eps: float
+    norm: Norm = "rms"
+    has_offset: bool = False
+
+    @property
+    def vectors(self) -> int:
+        """Tensors of one row's size that it reads: the weight, a LayerNorm's shift, the offset."""
+        return 1 + (self.norm == "layer") + self.has_offset
 
 
 class GroupKernels(Protocol):
@@ -57,14 +73,14 @@ class GroupKernels(Protocol):
     def ways(self, call: NormCall) -> tuple[Way, ...]:
         """Return the ways that are worth a trial, the one that needs least first."""
 
-    def rendered(self) -> Rendered:
-        """Return the kernel's source, equal on all ranks."""
+    def rendered(self, call: NormCall) -> Rendered:
+        """Return the source of the kernel of a call, equal on all ranks."""
 
     def words(self, call: NormCall) -> str:
         """Return how a call is launched, in words that are equal on all ranks."""
 
     def launcher(self, call: NormCall, way: Way) -> Launcher:
-        """Return what launches a call with ``x``, ``residual``, ``weight``, ``total`` and ``out``."""
+        """Return what launches a call with ``x``, ``residual``, ``weight``, its ``shift`` and ``offset``, ``total``, ``out``."""
 
     def acquire(self) -> None:
         """Make the buffers, where they are not there; all ranks come here."""
@@ -87,7 +103,7 @@ def moved_bytes(call: NormCall, way: Way, world_size: int) -> int:
     one_shot = call.rows * (2 + 2 * others + 1 + 2)
     # All rows are read once and written once. A rank's share is read and summed, its sums go to the others, and theirs come.
     two_shot = call.rows * 2 + call.rows * (4 + 5 * others) // world_size
-    return (one_shot if way == "one-shot" else two_shot) * row_bytes + row_bytes
+    return (one_shot if way == "one-shot" else two_shot) * row_bytes + call.vectors * row_bytes
 
 
 def join_group(group_name: str, device: torch.device, exchange: Exchange) -> GroupKernels | str:
@@ -104,6 +120,9 @@ def join_group(group_name: str, device: torch.device, exchange: Exchange) -> Gro
     hosts = set(exchange("hosts of the ranks", _host()))
     if len(hosts) > 1:
         return f"the group spans {len(hosts)} hosts: its GPUs do not reach each other's memory"
+    torch.cuda.empty_cache()  # symmetric memory comes from the driver, not from what torch keeps
+    if found := why_no_buffers(exchange("memory of the GPUs", torch.cuda.mem_get_info(device)[0])):
+        return found
     properties = torch.cuda.get_device_properties(device)
     multiprocessors = min(exchange("multiprocessors of the ranks", properties.multi_processor_count))
     kernels = SymmetricKernels(group_name, device, dist.get_rank(), dist.get_world_size(), multiprocessors=multiprocessors)
@@ -116,6 +135,18 @@ def join_group(group_name: str, device: torch.device, exchange: Exchange) -> Gro
         kernels.release()
         return found
     return kernels
+
+
+def why_no_buffers(free_bytes: Sequence[int]) -> str:
+    """Say which rank has no memory for its buffer. It would fail alone, and the others would wait for its part of the exchange.
+
+    Args:
+        free_bytes: of the GPU of each rank.
+    """
+    least = min(free_bytes)
+    if least >= BUFFER_BYTES:
+        return ""
+    return f"rank {free_bytes.index(least)}: {least:,} bytes are free, and a buffer takes {BUFFER_BYTES:,}"
 
 
 def gathered(what: str, value: Any) -> list[Any]:
@@ -206,9 +237,9 @@ class SymmetricKernels:
         """Return the ways that are worth a trial, the one that needs least first."""
         return ("one-shot", "two-shot") if call.rows >= _TWO_SHOT_FROM else ("one-shot",)
 
-    def rendered(self) -> Rendered:
-        """Return the kernel's source, equal on all ranks."""
-        return render()
+    def rendered(self, call: NormCall) -> Rendered:
+        """Return the source of the kernel of a call, equal on all ranks."""
+        return render(call.norm)
 
     def words(self, call: NormCall) -> str:
         """Return how a call is launched, in words that are equal on all ranks."""
@@ -217,7 +248,7 @@ class SymmetricKernels:
         return f"{shape.blocks} blocks of {shape.threads} threads, {rounds}"
 
     def launcher(self, call: NormCall, way: Way) -> Launcher:
-        """Return what launches a call with ``x``, ``residual``, ``weight``, ``total`` and ``out``.
+        """Return what launches a call with ``x``, ``residual``, ``weight``, its ``shift`` and ``offset``, ``total`` and ``out``.
 
         Args:
             call: its sizes.
@@ -241,7 +272,9 @@ class SymmetricKernels:
         fused = AllReduceNorm(
             self._buffer.addresses, self.rank, multiprocessors=self._multiprocessors, compiled=self._compiled_once
         )
-        bound = fused.launcher(call.rows, call.cols, call.dtype, eps=call.eps, way=way)
+        bound = fused.launcher(
+            call.rows, call.cols, call.dtype, eps=call.eps, way=way, norm=call.norm, has_offset=call.has_offset
+        )
         self._bound[call, way] = bound
         return bound
 

@@ -8,6 +8,9 @@ from typing import Literal
 Way = Literal["one-shot", "two-shot"]
 """One-shot: each rank gets all rows of all ranks and sums them. Two-shot: each rank sums its share of the rows for all."""
 
+Norm = Literal["rms", "rms-once", "layer"]
+"""What follows the sum: RMSNorm as Llama writes it, RMSNorm that rounds once, after the weight (torch's own), LayerNorm."""
+
 DATA_AT = 1 << 17
 """Bytes in front of the rows: counters and flags."""
 RING_BYTES = 1 << 25

@@ -29,7 +29,7 @@ from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.prediction.interval import with_intervals
 from fusion_advisor.fuse.receipts import reverted, with_kernels, with_receipt
 from fusion_advisor.fuse.rewrite.collective_kernels import ALL_REDUCE_NORM
-from fusion_advisor.fuse.rewrite.collective_kernels import TITLE as SUM_TITLE
+from fusion_advisor.fuse.rewrite.collective_kernels import TITLES as SUM_TITLES
 from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS, TITLE
 from fusion_advisor.fuse.whole_model_gate import comparable_device_ns, why_nothing_stays, why_parts_do_not_pay
@@ -143,7 +143,7 @@ def _installed(job: Job, kept: KeptStep) -> Installed:
         notes=(*report.notes, *method_notes(decision, options, bench)),
     )
     scans = {row.id for row in report.fusions if row.kernel == TITLE and not row.chain_id}
-    sums = {row.id for row in report.fusions if row.kernel == SUM_TITLE and not row.chain_id}
+    sums = {row.id for row in report.fusions if row.kernel in SUM_TITLES and not row.chain_id}
     with_linears = any(one.id not in (GEMM_EPILOGUE.id, *scans, *sums) for one in kept.linears)
     with_scans = any(one.id in scans for one in kept.linears)
     with_sums = any(one.id in sums for one in kept.linears)

@@ -151,7 +151,10 @@ def _apply(
         _refuse_without_output(loaded, live)
         report = _first_report(capture, live, plan, options, clock)
         on_report(report)
-        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=instruments.timer, rest=instruments.rest)
+        bench = Bench(
+            live, on_cuda=capture.environment.device_kind == "cuda", timer=instruments.timer, rest=instruments.rest,
+            record=instruments.record,
+        )  # fmt: skip
         with clock.phase("fusions"):
             fusions, built = try_all(
                 bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))), instruments, ahead

@@ -198,7 +198,9 @@ class Ranks:
     def _cause(self) -> Failure | None:
         """Wait until the watchdog knows which rank failed; None where none did."""
         for _ in range(round(2 * DEAD_S) + 4):
-            found = self.watchdog.look()
+            with contextlib.suppress(RuntimeError):  # the store is gone, which the watchdog's own thread says in a moment
+                self.watchdog.look()
+            found = self.watchdog.failure
             if found is not None:
                 return found
             self.watchdog.pause()
@@ -247,18 +249,31 @@ class Ranks:
             destroy: takes it apart.
             limit_s: how long that is waited for.
         """
-        taking = threading.Thread(target=_quietly, args=(destroy,), name=TAKING_APART, daemon=True)
+        taking = threading.Thread(target=self._quietly, args=(destroy,), name=TAKING_APART, daemon=True)
         taking.start()
         taking.join(limit_s)
 
-
-def _quietly(destroy: Callable[[], object]) -> None:
-    with contextlib.suppress(Exception):  # the error that is on its way says what went wrong
-        destroy()
+    def _quietly(self, destroy: Callable[[], object]) -> None:
+        with contextlib.suppress(Exception):  # the error that is on its way says what went wrong
+            self.release()  # here: a graph whose other end is gone may be waited for
+            destroy()
 
 
 def _short(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def worst_problem(ranks: Ranks, own: str) -> str:
+    """Return the first problem that any rank has with a kernel; empty where none has one.
+
+    Args:
+        ranks: of the run.
+        own: this rank's; empty where it has none.
+    """
+    for rank, problem in enumerate(ranks.gather("a kernel's check", own)):
+        if problem:
+            return problem if rank == ranks.rank else f"rank {rank}: {problem}"
+    return ""
 
 
 def failed(failure: Failure) -> RankFailed:

@@ -19,16 +19,19 @@ from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.collectives.group_kernels import join_group
+from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.step_profile import walls
 from fusion_advisor.fuse.installed import LastStage
 from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.live.restore_plan import measure_warm_up
-from fusion_advisor.ranks.group import Ranks
+from fusion_advisor.ranks.group import Ranks, worst_problem
+from fusion_advisor.ranks.recording import TimedRecorder, records_together
 from fusion_advisor.ranks.split import between_ranks, without_waiting
 from fusion_advisor.records import Capture, Launch, ModelCheck, OpNode, Timing
 from fusion_advisor.timing.clock_sampler import Gauge, Watch
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
+from fusion_advisor.workload.device import is_out_of_memory
 
 COMPILED_S = 600.0
 """For so long ranks wait for one that compiles the step with torch.compile: 28 layers take minutes on a busy host."""
@@ -76,8 +79,8 @@ def instruments_of(
         ranks: of the run.
         on_cuda: whether they have GPUs.
         on_capture: gets this rank's own capture.
-        measured: what this rank measures by itself: its timer, memory, captures, traced steps, launch parameters and kernels of
-            groups.
+        measured: what this rank measures by itself: its timer, memory, captures, traced steps, launch parameters, kernels of
+            groups and graphs of steps.
     """
     timer = AgreedTimer(measured.timer or step_timer(on_cuda=on_cuda), ranks)
 
@@ -93,18 +96,23 @@ def instruments_of(
     def settled_step(step: Step) -> Step:
         return agreed_step(ranks, measured.settled_step(step))
 
+    worst = functools.partial(worst_problem, ranks)
     return Instruments(
         timer=timer,
+        compare_alone=functools.partial(measured.compare_alone, record=TimedRecorder(ranks, measured.record, meets=False)),
+        change_alone=functools.partial(measured.change_alone, worst=worst),
+        saving_alone_ns=functools.partial(saving_alone_ns, worst=worst),
         walls=_walls(timer),
         rested_walls=no_rested_walls,
         memory_bytes=free,
         settled_capture=settled,
         settled_step=settled_step,
         tune=functools.partial(agreed_choice, ranks, measured.tune or best_tuning),
-        worst=functools.partial(worst_problem, ranks),
+        worst=worst,
         exchange=functools.partial(ranks.gather, patience_s=COMPILED_S),
         group_kernels=measured.group_kernels or functools.partial(join_group, exchange=ranks.gather),
         rest=0.0,
+        record=TimedRecorder(ranks, measured.record) if measured.record or (on_cuda and records_together()) else None,
     )
 
 
@@ -182,28 +190,21 @@ def agreed_choice(ranks: Ranks, choose: Callable[..., Choice], *args: Any, **kwa
 
     Raises:
         KernelBuildFailed: rank 0 has no kernel.
+        MemoryError: rank 0 has no memory for it.
     """
+    own: Choice | KernelBuildFailed | MemoryError
     try:
-        own: Choice | KernelBuildFailed = choose(*args, **kwargs)
+        own = choose(*args, **kwargs)
     except KernelBuildFailed as error:
         own = error
-    chosen: Choice | KernelBuildFailed = ranks.first("launch parameters", own)
-    if isinstance(chosen, KernelBuildFailed):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        own = MemoryError(str(error))
+    chosen: Choice | KernelBuildFailed | MemoryError = ranks.first("launch parameters", own)
+    if isinstance(chosen, KernelBuildFailed | MemoryError):
         raise chosen
     return chosen
-
-
-def worst_problem(ranks: Ranks, own: str) -> str:
-    """Return the first problem that any rank has with a kernel; empty where none has one.
-
-    Args:
-        ranks: of the run.
-        own: this rank's; empty where it has none.
-    """
-    for rank, problem in enumerate(ranks.gather("a kernel's check", own)):
-        if problem:
-            return problem if rank == ranks.rank else f"rank {rank}: {problem}"
-    return ""
 
 
 def last_stage(ranks: Ranks, instruments: Instruments) -> LastStage:

@@ -20,9 +20,10 @@ from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.stages.linear_kernels import linear_kernels
-from fusion_advisor.ranks.graphs import records_together, with_graphs
+from fusion_advisor.ranks.graphs import with_graphs
 from fusion_advisor.ranks.group import Ranks
 from fusion_advisor.ranks.instruments import agreed_choice, instruments_of, last_stage
+from fusion_advisor.ranks.recording import records_together
 from fusion_advisor.ranks.shard import plan_of, shard
 from fusion_advisor.ranks.split import rank_times, told_of
 from fusion_advisor.records import Capture, RankRun, RankTime, Report, Status

@@ -153,8 +153,11 @@ class Watchdog:
 
     def _write(self, failure: Failure) -> None:
         """Make a failure known to all, unless another one is known."""
-        first = self._store.compare_set(_FAILED, "", f"{failure.rank}|{failure.reason}")
-        self._known(first.decode())
+        try:
+            first = self._store.compare_set(_FAILED, "", f"{failure.rank}|{failure.reason}").decode()
+        except RuntimeError:  # the store is gone, and this rank's own error says more than that
+            first = f"{failure.rank}|{failure.reason}"
+        self._known(first)
 
     def _known(self, text: str) -> None:
         rank, _, reason = text.partition("|")

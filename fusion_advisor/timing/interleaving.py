@@ -41,6 +41,10 @@ class CannotRecord(Exception):
     """A step that a CUDA graph cannot hold (a sync, an allocation it may not make)."""
 
 
+Record = Callable[..., Callable[[], None]]
+"""Records a call and returns its replay, as :func:`recorded` does."""
+
+
 def recorded(
     call: Callable[[], Any],
     *,
@@ -50,6 +54,7 @@ def recorded(
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     finish: Callable[[torch.cuda.CUDAGraph], object] | None = None,
     is_warm: bool = False,
+    error_mode: str = "global",
 ) -> Callable[[], None]:
     """Record ``call`` into a CUDA graph and return its replay.
 
@@ -61,6 +66,7 @@ def recorded(
         around: entered around the capture alone, when the warm-up is over.
         finish: given the captured graph before it is instantiated.
         is_warm: the very call was recorded a moment ago: the step that is timed against itself.
+        error_mode: whose calls end the capture; ``thread_local``: this thread's alone.
 
     Raises:
         CannotRecord: with the driver's sentence.
@@ -69,7 +75,7 @@ def recorded(
         _warm_up(call, before)
     graph = torch.cuda.CUDAGraph(keep_graph=finish is not None)
     try:
-        with torch.no_grad(), around(), torch.cuda.graph(graph, pool=pool):
+        with torch.no_grad(), around(), torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode):
             for _ in range(repeats):
                 call()
         if finish is not None:
@@ -325,19 +331,25 @@ def until_precise(share: float, least: int) -> Callable[[list[list[int]]], Colle
 
 
 def compare_alone(
-    before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3, timer: HostTimer | None = None
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    *,
+    on_cuda: bool,
+    budget_s: float = 0.3,
+    timer: HostTimer | None = None,
+    record: Record = recorded,
 ) -> tuple[Timing, Timing]:
     """Time one chain's original ops against its kernel, each by itself, per call.
 
     On a GPU short ones are recorded up to twenty times into one graph, so that a microsecond kernel is not lost in the events'
-    resolution.
+    resolution. ``record`` does that.
     """
     timer = timer or step_timer(on_cuda=on_cuda)
     if on_cuda:
         once_ns = timer.agreed_ns(min(map(_once_on_device, (before, after))))
         repeats = max(1, min(_MOST_REPEATS, round(_REPEATED_NS / max(once_ns, 1))))
         pool = torch.cuda.graph_pool_handle()
-        candidates = [recorded(call, pool=pool, repeats=repeats) for call in (before, after)]
+        candidates = [record(call, pool=pool, repeats=repeats) for call in (before, after)]
     else:
         before()
         once_ns = max(timer.time_ns(before), 1)

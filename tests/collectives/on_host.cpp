@@ -89,7 +89,10 @@ static std::vector<Pack> drawn(int rows, unsigned state) {
   return made;
 }
 
-static void launch(int rank, const Shape &shape, Rank &own, const std::vector<Pack> &weight, const std::vector<char *> &buffers) {
+// Rows of the weight, the shift and the offset.
+using Vectors = std::vector<std::vector<Pack>>;
+
+static void launch(int rank, const Shape &shape, Rank &own, const Vectors &of, const std::vector<char *> &buffers) {
   const int rounds = (shape.rows + shape.blocks * shape.rows_per_round - 1) / (shape.blocks * shape.rows_per_round);
   std::vector<std::thread> threads;
   std::vector<pthread_barrier_t> barriers(shape.blocks);
@@ -103,38 +106,50 @@ static void launch(int rank, const Shape &shape, Rank &own, const std::vector<Pa
         of_block = &barriers[block];
         sums = shared[block].data();
         fa_kernel(
-            own.x.data(), own.residual.data(), weight.data(), own.total.data(), own.out.data(), buffers[0], buffers[1], buffers[2],
-            buffers[3], buffers[4], buffers[5], buffers[6], buffers[7], shape.rows, COLUMN_PACKS, shape.rows_per_round, rounds,
-            1e-6f, 60000000000ull);
+            own.x.data(), own.residual.data(), of[0].data(),
+#if NORM == 2
+            of[1].data(),
+#endif
+#if HAS_OFFSET
+            of[2].data(),
+#endif
+            own.total.data(), own.out.data(), buffers[0], buffers[1], buffers[2], buffers[3], buffers[4], buffers[5], buffers[6],
+            buffers[7], shape.rows, COLUMN_PACKS, shape.rows_per_round, rounds, 1e-6f, 60000000000ull);
       });
   for (auto &thread : threads) thread.join();
   for (auto &barrier : barriers) pthread_barrier_destroy(&barrier);
 }
 
-static bool is_right(const std::vector<std::vector<Rank>> &calls, const std::vector<Pack> &weight) {
+static bool is_right(const std::vector<std::vector<Rank>> &calls, const Vectors &of) {
   for (const auto &ranks : calls)
     for (size_t i = 0; i < ranks[0].x.size(); ++i)
       for (int s = 0; s < WORLD; ++s) {
         float sum[8] = {};
         for (int from = 0; from < WORLD; ++from) add(sum, ranks[from].x[i]);
+        if (HAS_OFFSET) add(sum, of[2][i % COLUMN_PACKS]);
         add(sum, ranks[s].residual[i]);
         const Pack right = rounded(sum);
         if (std::memcmp(&right, &ranks[s].total[i], 16) || std::memcmp(&ranks[0].out[i], &ranks[s].out[i], 16)) return false;
       }
   for (const auto &ranks : calls)
     for (size_t row = 0; row < ranks[0].x.size() / COLUMN_PACKS; ++row) {
-      double squares = 0.0;
-      std::vector<float> total(COLS), out(COLS), factors(COLS);
+      double squares = 0.0, mean = 0.0;
+      std::vector<float> total(COLS), out(COLS), factors(COLS), shifts(COLS);
       for (int i = 0; i < COLS / 2; ++i) {
         const size_t at = row * COLUMN_PACKS + i / 4;
         widen(ranks[0].total[at].word[i % 4], total[2 * i], total[2 * i + 1]);
         widen(ranks[0].out[at].word[i % 4], out[2 * i], out[2 * i + 1]);
-        widen(weight[i / 4].word[i % 4], factors[2 * i], factors[2 * i + 1]);
+        widen(of[0][i / 4].word[i % 4], factors[2 * i], factors[2 * i + 1]);
+        if (NORM == 2) widen(of[1][i / 4].word[i % 4], shifts[2 * i], shifts[2 * i + 1]);
       }
-      for (float value : total) squares += double(value) * value;
+      if (NORM == 2)
+        for (float value : total) mean += double(value) / COLS;
+      for (float value : total) squares += (value - mean) * (value - mean);
       for (int i = 0; i < COLS; ++i) {
-        const double right = factors[i] * total[i] / std::sqrt(squares / COLS + 1e-6);
-        if (!(std::fabs(out[i] - right) <= 0.02 * std::fabs(right) + 1e-6)) return false;  // three roundings to 8 bits
+        const double scaled = factors[i] / std::sqrt(squares / COLS + 1e-6), right = scaled * (total[i] - mean) + shifts[i];
+        double most = 0.02 * std::fabs(right) + 1e-6;  // three roundings to 8 bits
+        if (NORM == 2) most += 0.008 * (std::fabs(scaled * total[i]) + std::fabs(shifts[i]));  // less the mean, the result is less
+        if (!(std::fabs(out[i] - right) <= most)) return false;
       }
     }
   return true;
@@ -149,7 +164,7 @@ int main(int count, char **arguments) {
   std::vector<std::vector<Pack>> memory(WORLD, std::vector<Pack>(BUFFER_BYTES / 16));
   std::vector<char *> buffers(8, nullptr);
   for (int s = 0; s < WORLD; ++s) buffers[s] = reinterpret_cast<char *>(memory[s].data());
-  const std::vector<Pack> weight = drawn(1, seed);
+  const Vectors of = {drawn(1, seed), drawn(1, seed + 1), drawn(1, seed + 2)};
   std::vector<std::vector<Rank>> made(calls, std::vector<Rank>(WORLD));
   for (int call = 0; call < calls; ++call)
     for (int s = 0; s < WORLD; ++s) {
@@ -163,10 +178,10 @@ int main(int count, char **arguments) {
   std::vector<std::thread> ranks;
   for (int s = 0; s < WORLD; ++s)
     ranks.emplace_back([&, s] {
-      for (int call = 0; call < calls; ++call) launch(s, shapes[call % shapes.size()], made[call][s], weight, buffers);
+      for (int call = 0; call < calls; ++call) launch(s, shapes[call % shapes.size()], made[call][s], of, buffers);
     });
   for (auto &rank : ranks) rank.join();
-  const bool is = is_right(made, weight);
+  const bool is = is_right(made, of);
   std::puts(is ? "right" : "wrong");
   return is ? 0 : 1;
 }

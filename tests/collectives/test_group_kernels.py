@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from fusion_advisor.capture.trace.attribute import category_of
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.collectives.all_reduce_norm import render
-from fusion_advisor.collectives.group_kernels import NormCall, SymmetricKernels, gathered, join_group, moved_bytes
+from fusion_advisor.collectives.group_kernels import NormCall, SymmetricKernels, gathered, join_group, moved_bytes, why_no_buffers
 from fusion_advisor.collectives.launch_shape import BUFFER_BYTES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -44,6 +45,11 @@ def test_what_one_rank_lacks_no_rank_has():
     assert found == "rank 1: no symmetric memory: the ranks run on CPUs"
 
 
+def test_the_rank_without_memory_for_a_buffer_is_named():
+    assert why_no_buffers([BUFFER_BYTES, 2 * BUFFER_BYTES]) == ""
+    assert why_no_buffers([2 * BUFFER_BYTES, 1000]) == f"rank 1: 1,000 bytes are free, and a buffer takes {BUFFER_BYTES:,}"
+
+
 def symmetric(made, compiled):
     def shared(size_bytes, device, group_name):
         assert (size_bytes, device, group_name) == (BUFFER_BYTES, CPU, "0")
@@ -65,6 +71,21 @@ def test_dtypes_and_widths_that_it_does_not_serve_are_named():
     assert kernels.ways(CALL) == ("one-shot",)
     assert kernels.ways(NormCall(rows=2048, cols=64, dtype=torch.float16, eps=0.0)) == ("one-shot", "two-shot")
     assert kernels.words(CALL) == "64 blocks of 448 threads, 1 rounds of 1 rows a block"
+
+
+@pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core")
+def test_each_norm_has_a_kernel_of_its_own():
+    asked = []
+    kernels = SymmetricKernels(
+        "0", CPU, 0, 2, multiprocessors=132, shared=lambda *_: SimpleNamespace(addresses=(256, 512)),
+        compiled=lambda rendered, macros: asked.append((rendered.entry, macros["NORM"], macros["HAS_OFFSET"])),
+    )  # fmt: skip
+    kernels.acquire()
+    for call in (CALL, replace(CALL, norm="rms-once"), replace(CALL, norm="layer", has_offset=True)):
+        kernels.launcher(call, "one-shot")
+        assert kernels.rendered(call).entry == asked[-1][0]
+    rms, layer = render().entry, render("layer").entry
+    assert asked == [(rms, 0, 0), (rms, 1, 0), (layer, 2, 1)] and "layernorm" in layer
 
 
 @pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core")
@@ -94,7 +115,12 @@ def test_bytes_count_what_goes_to_other_ranks_and_comes_from_them():
     assert moved_bytes(CALL, "one-shot", 1) == 64 * 5 * row + row
     assert moved_bytes(CALL, "one-shot", 2) == 64 * 7 * row + row
     assert moved_bytes(CALL, "two-shot", 8) < moved_bytes(CALL, "one-shot", 8)
+    layer = replace(CALL, norm="layer", has_offset=True)  # a shift and a linear's bias beside the weight
+    assert moved_bytes(layer, "one-shot", 2) == moved_bytes(CALL, "one-shot", 2) + 2 * row
 
 
 def test_its_launches_count_as_ops_between_ranks_in_a_trace():
-    assert category_of(render().entry, "") == "collective" and category_of("fa_add_rmsnorm_0c9e", "") == "fused"
+    assert (
+        category_of(render().entry, "") == category_of(render("layer").entry, "") == "collective"
+        and category_of("fa_add_rmsnorm_0c9e", "") == "fused"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,8 @@ from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
-from fusion_advisor.fuse.rewrite.collective_kernels import TITLE
+from fusion_advisor.fuse.rewrite.collective_kernels import TITLES
+from fusion_advisor.library.match import hash_text
 from fusion_advisor.ranks.group import join
 from fusion_advisor.ranks.run import apply_on_ranks, placed, plan_entries
 from fusion_advisor.records.serialize import write_capture, write_report
@@ -35,7 +35,8 @@ WITH_WARM_UP = replace(OPTIONS, effort="usual")
 
 def split(ranks, name):
     """Return this rank's part, the arguments of its call, the whole model in fp64, and the arguments of that one."""
-    model, kwargs = models.tiny_llama() if name == "decode" else models.tiny_qwen2()
+    made = {"decode": models.tiny_llama, "starcoder2": models.tiny_starcoder2}.get(name, models.tiny_qwen2)
+    model, kwargs = made()
     whole = copy.deepcopy(model).double()
     request = WorkloadRequest(model_id="tiny", device="cpu")
     truth_kwargs = kwargs
@@ -55,8 +56,9 @@ def kept_and_restored(ranks, name, options):
 
     loaded, whole, truth_kwargs = split(ranks, name)
     run = apply_on_ranks(ranks, loaded, options, Progress(), lambda _: None, measured=Instruments(group_kernels=kernels))
-    rows = [row for row in run.report.fusions if row.kernel == TITLE]
-    others = {row.kernel: row.status.value for row in run.report.fusions if row.kernel == "add_rmsnorm"}
+    rows = [row for row in run.report.fusions if row.kernel in TITLES]
+    norms = ("add_rmsnorm", "add_layernorm")
+    others = {row.kernel: row.status.value for row in run.report.fusions if row.chain_id and row.kernel.endswith(norms)}
     error = error_of(run.fused, loaded.kwargs, whole, truth_kwargs)
     own = made[0]
     told = {
@@ -64,7 +66,8 @@ def kept_and_restored(ranks, name, options):
         "status": [row.status.value for row in rows], "replaced": [row.receipt.sites_replaced for row in rows],
         "before": [row.receipt.launches_before for row in rows], "bytes": [row.kernel_bytes for row in rows],
         "reasons": [row.reason for row in rows], "numerics": [row.numerics.is_passed for row in rows if row.numerics],
-        "tuning": [row.rendered[0].tuning for row in rows if row.rendered], "add_rmsnorm": others,
+        "tuning": [row.rendered[0].tuning for row in rows if row.rendered], "add_norm": others,
+        "kernels": [row.kernel for row in rows],
         "there": [one.is_there for one in made], "warnings": run.report.warnings, "fallbacks": list(run.fused.fallbacks),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +96,7 @@ def with_ranks(saved, count):
     """The plan as another number of ranks would have made it."""
 
     def changed(row):
-        if row.kernel != TITLE or not row.rendered:
+        if row.kernel not in TITLES or not row.rendered:
             return row
         kernel = replace(row.rendered[0], tuning=row.rendered[0].tuning.replace("over 2 ranks", f"over {count} ranks"))
         return replace(row, rendered=(kernel,))
@@ -114,7 +117,7 @@ def judged(ranks, name, measured, options=OPTIONS):
     """Apply to a split model and tell what became of the kernel."""
     loaded, whole, truth_kwargs = split(ranks, "qwen2")
     run = apply_on_ranks(ranks, loaded, options, Progress(), lambda _: None, measured=measured)
-    rows = [row for row in run.report.fusions if row.kernel == TITLE]
+    rows = [row for row in run.report.fusions if row.kernel in TITLES]
     error = error_of(run.fused, loaded.kwargs, whole, truth_kwargs)
     run.revert()
     return {
@@ -126,7 +129,7 @@ def judged(ranks, name, measured, options=OPTIONS):
 def main():
     """Print what each run came to, rank by rank."""
     ranks = join()
-    told = [kept_and_restored(ranks, *one) for one in (("qwen2", WITH_WARM_UP), ("decode", OPTIONS))]
+    told = [kept_and_restored(ranks, *one) for one in (("qwen2", WITH_WARM_UP), ("decode", OPTIONS), ("starcoder2", OPTIONS))]
     told.append(judged(ranks, "cpu", Instruments()))
     made = []
 
@@ -139,8 +142,8 @@ def main():
     told.append(judged(ranks, "timed", timed, replace(OPTIONS, keep="paying", min_gain=0.0)))
     told[-1]["there"] = [one.is_there for one in made]
     for one in told:
-        sys.stdout.write(f"RESULT {json.dumps(one)}\n")
-    sys.stdout.flush()
+        # One write of at most 4 KiB: both ranks write to one pipe.
+        os.write(1, f"RESULT {json.dumps(one | {'plan': hash_text(json.dumps(one['plan']))})}\n".encode())
     dist.barrier()
     ranks.leave()
 

@@ -8,7 +8,7 @@ import pytest
 
 from fusion_advisor.errors import RanksDiffer
 from fusion_advisor.fuse.installed import LastStage
-from fusion_advisor.ranks.graphs import AgreedRecorder, records_together, with_graphs
+from fusion_advisor.ranks.graphs import AgreedRecorder, with_graphs
 from fusion_advisor.timing.interleaving import CannotRecord
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.ranks.two import both
@@ -69,14 +69,3 @@ def test_the_choice_is_made_by_agreed_times_and_looks_at_no_power_limit():
 
     assert both(work) == [(True, True), (True, True)]
     assert not LastStage().holds_collectives
-
-
-@pytest.mark.parametrize(
-    ("config", "is_recorded"), [("cpu:gloo,cuda:nccl", True), ("cuda:nccl", True), ("cpu:gloo,cuda:gloo", False), ("", False)]
-)
-def test_only_nccl_is_recorded(config, is_recorded):
-    assert records_together(config) is is_recorded
-
-
-def test_a_process_of_no_group_records_nothing_together():
-    assert records_together() is False

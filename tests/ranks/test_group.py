@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from fusion_advisor.errors import CannotCapture, NotUnderTorchrun, RankFailed, RanksDiffer
-from fusion_advisor.ranks.group import TAKING_APART, failed, join
+from fusion_advisor.ranks.group import TAKING_APART, Ranks, failed, join
+from fusion_advisor.ranks.watchdog import Watchdog
 from tests.ranks.two import both
 
 
@@ -41,8 +42,6 @@ def test_an_error_of_one_rank_ends_the_other_with_its_reason():
     def work(ranks):
         if ranks.rank:
             raise ValueError("no such head")
-        while ranks.watchdog.look() is None:
-            pass
         ranks.gather("a", 1)
 
     first, second = both(work)
@@ -123,6 +122,44 @@ def test_a_group_that_cannot_be_taken_apart_is_left():
     may_end = threading.Event()
     assert both(lambda ranks: ranks.abandon(may_end.wait, 0.05)) == [None, None]
     may_end.set()
+
+
+def test_graphs_go_before_their_group_is_taken_apart_after_an_error():
+    def work(ranks):
+        order = []
+        ranks.holds(lambda: order.append("graph"))
+        ranks.abandon(lambda: order.append("group"))
+        return order
+
+    assert both(work) == [["graph", "group"]] * 2
+
+
+class GoneStore:
+    """A store whose process is gone."""
+
+    def __getattr__(self, name):
+        def fail(*_):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+        return fail
+
+
+def test_a_ranks_own_error_is_told_where_the_store_is_gone():
+    def ended_by(error):
+        dog = Watchdog(GoneStore(), 1, 2, end=lambda _: None)
+        ranks = Ranks(rank=1, world_size=2, local_rank=1, store=GoneStore(), watchdog=dog, _told=[])
+        if isinstance(error, dist.DistNetworkError):
+            dog.start()  # which finds out that the store is gone
+        try:
+            with ranks.ending_together():
+                raise error
+        finally:
+            dog.stop()
+
+    with pytest.raises(ValueError, match="no such head"):
+        ended_by(ValueError("no such head"))
+    with pytest.raises(RankFailed, match="rank 0 ended the run: the store is gone"):
+        ended_by(dist.DistNetworkError("Connection reset by peer"))
 
 
 def test_an_environment_without_ranks_is_a_usage_error():

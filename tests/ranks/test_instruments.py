@@ -7,13 +7,13 @@ from dataclasses import replace
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.errors import RanksDiffer
+from fusion_advisor.ranks.group import worst_problem
 from fusion_advisor.ranks.instruments import (
     AgreedTimer,
     agreed_capture,
     agreed_choice,
     agreed_step,
     instruments_of,
-    worst_problem,
 )
 from fusion_advisor.ranks.run import plan_entries
 from fusion_advisor.records import Launch

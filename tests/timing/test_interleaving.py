@@ -311,7 +311,7 @@ def test_a_workspace_of_the_warm_up_is_not_recorded(monkeypatch):
 
 
 def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monkeypatch):
-    seen = []
+    seen, modes = [], []
 
     class Around:
         def __init__(self, name):
@@ -339,7 +339,8 @@ def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monke
 
     fakes = {
         "Stream": Stream, "current_stream": Stream, "stream": lambda _: Around("side"), "CUDAGraph": Graph,
-        "graph": lambda graph, pool: Around("capture"), "synchronize": lambda: None,
+        "graph": lambda graph, pool, capture_error_mode: modes.append(capture_error_mode) or Around("capture"),
+        "synchronize": lambda: None,
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
@@ -349,6 +350,8 @@ def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monke
     seen.clear()
     recorded(lambda: seen.append("run"), around=lambda: Around("own"), finish=lambda graph: seen.append(graph.is_kept))()
     assert seen == [*made, True, "instantiate", "replay"]
+    recorded(lambda: None, error_mode="thread_local")
+    assert modes == ["global", "global", "thread_local"]
     seen.clear()
     recorded(lambda: seen.append("run"), around=lambda: Around("own"), is_warm=True)()
     assert seen == ["+own", "+capture", "run", "-capture", "-own", "replay"]

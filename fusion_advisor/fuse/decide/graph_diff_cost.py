@@ -50,9 +50,9 @@ class _Alone:
         self.module(*(args[value] if isinstance(value, int) else value for value in self.given))
 
 
-def saving_alone_ns(runner: StepRunner, before: Step, after: Step) -> int | None:
+def saving_alone_ns(runner: StepRunner, before: Step, after: Step, *, worst: Callable[[str], str] | None = None) -> int | None:
     """Return what the ops in which two steps differ save by themselves: :func:`change_alone`, as one figure."""
-    change = change_alone(runner, before, after)
+    change = change_alone(runner, before, after, worst=worst)
     return None if change is None else -change.median_ns
 
 
@@ -64,6 +64,7 @@ def change_alone(
     *,
     least_ops: int = _LEAST_OPS,
     interleave: Callable[..., list[list[int]]] = interleaving.interleave,
+    worst: Callable[[str], str] | None = None,
 ) -> Difference | None:
     """Return what the ops in which two steps differ take in the second beyond what they take in the first.
 
@@ -74,22 +75,37 @@ def change_alone(
         confidence: of the interval.
         least_ops: in one timed run; fewer run several times over.
         interleave: times the two sides against each other.
+        worst: given what is wrong on this rank, or an empty text, returns what counts; None: one process runs the step.
+
+    Raises:
+        RuntimeError: memory ran out on one of several ranks while the others ran the ops.
 
     Returns:
         Nanoseconds per step, negative where the second is faster; None where the ops cannot run by themselves: they write to
         what the model holds or is given, run in autocast that the model enters, divide integers that are not known, cannot be
         recorded as the step can, or do not fit into memory together with the model.
     """
-    method = runner.method
+    method, problem = runner.method, ""
+    found: dict[int, _Pair] = {}
+    calls: list[Callable[[], None]] = []
+    times_over = 1
     try:
         found = _differing(before, after)
         differing = sum(len(nodes) for pair in found.values() for nodes in pair)
         times_over = max(1, least_ops // max(1, differing))
-        one, other = _took_ns(runner, before, after, found, times_over, interleave) if found else ([0], [0])
-    except _CannotRunAlone:
-        return None
+        calls = _calls(before, after, found, times_over)
+    except _CannotRunAlone as error:
+        problem = repr(error)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
+            raise
+        problem = str(error) or "no memory"
+    if (worst or str)(problem):
+        return None
+    try:
+        one, other = _took_ns(runner, calls, interleave) if found else ([0], [0])
+    except (RuntimeError, MemoryError) as error:
+        if worst is not None or not is_out_of_memory(error):
             raise
         return None
     finally:
@@ -130,15 +146,16 @@ def _differing(before: Step, after: Step) -> dict[int, _Pair]:
     return found
 
 
-def _took_ns(
-    runner: StepRunner,
-    before: Step,
-    after: Step,
-    found: Mapping[int, _Pair],
-    times_over: int,
-    interleave: Callable[..., list[list[int]]],
-) -> list[list[int]]:
-    """Time both sides, as often as a step runs each region and on the tensors of each run."""
+def _took_ns(runner: StepRunner, calls: list[Callable[[], None]], interleave: Callable[..., list[list[int]]]) -> list[list[int]]:
+    """Time both sides."""
+    calls = runner.recorded(calls)
+    return interleave(
+        calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=runner.on_cuda, rest=runner.rest(calls), timer=runner.timer
+    )
+
+
+def _calls(before: Step, after: Step, found: Mapping[int, _Pair], times_over: int) -> list[Callable[[], None]]:
+    """Return calls of both sides, as often as a step runs each region and on the tensors of each run."""
     made: dict[Hashable, torch.Tensor] = {}
     runs = [run for run in before.bench.live.in_order() if run.place in found]
 
@@ -153,10 +170,7 @@ def _took_ns(
 
         return call
 
-    calls = runner.recorded([all_of(before, 0), all_of(after, 1)])
-    return interleave(
-        calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=runner.on_cuda, rest=runner.rest(calls), timer=runner.timer
-    )
+    return [all_of(before, 0), all_of(after, 1)]
 
 
 def _only_in(keys: Mapping[Node, Hashable], there: Collection[Hashable]) -> list[Node]:

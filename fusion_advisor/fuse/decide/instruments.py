@@ -19,7 +19,7 @@ from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.plan.options import Effort
 from fusion_advisor.records import Capture, Timing
 from fusion_advisor.timing.host_timer import HostTimer
-from fusion_advisor.timing.interleaving import Difference, compare_alone
+from fusion_advisor.timing.interleaving import Difference, Record, compare_alone
 from fusion_advisor.workload.device import memory_bytes
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class Instruments:
         group_kernels: given a process group's name and a device, returns the kernels in which its ranks meet, or why there are
             none, equal on all ranks; None: one process runs the step.
         rest: idle time ahead of each timed run of a step, as a multiple of the run before it; None: found out.
+        record: records a step into a CUDA graph to time it, on all ranks together; None: each process by itself, unless the step
+            meets others.
     """
 
     timer: HostTimer | None = None
@@ -70,6 +72,7 @@ class Instruments:
     exchange: Callable[[str, Any], Sequence[Any]] | None = None
     group_kernels: Callable[[str, torch.device], GroupKernels | str] | None = None
     rest: float | None = None
+    record: Record | None = None
 
     def with_effort(self, effort: Effort) -> Instruments:
         """Return the same with the keep rule of an effort; a rule that is not our own stays.

@@ -254,8 +254,7 @@ def changed_bench(bench: Bench, changed: Sequence[ChangedRegion]) -> tuple[Bench
         regions=[one.region for one in changed], breaks=old.breaks, output=old.output, written=old.written, compiled=old.compiled,
         runs=old.runs,
     )  # fmt: skip
-    new = Bench(live, on_cuda=bench.on_cuda, timer=bench.timer)
-    new.rest = bench.rest
+    new = Bench(live, on_cuda=bench.on_cuda, timer=bench.timer, rest=bench.rest, record=bench.record)
     moved: dict[int, int] = {}
     for one, before, after in zip(changed, bench.index_of, new.index_of, strict=True):
         moved.update(_moved(one.copies, before, after))

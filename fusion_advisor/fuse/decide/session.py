@@ -21,6 +21,7 @@ from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call, 
 from fusion_advisor.fuse.scans.sites import ScanSite
 from fusion_advisor.records import OpClass, OpNode, RenderedKernel
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
+from fusion_advisor.timing.interleaving import Record, recorded
 from fusion_advisor.verify.subgraph_oracle import Observer, OriginalChain, original_chain
 
 
@@ -112,13 +113,23 @@ class Bench:
 
     Attributes:
         rest: idle time ahead of each timed run of a step, as a multiple of the run before it; None until a step was looked at.
+        record: records a step into a CUDA graph to time it, on all ranks together; None: this process by itself.
     """
 
-    def __init__(self, live: LiveCapture, *, on_cuda: bool, timer: HostTimer | None = None, rest: float | None = None) -> None:
+    def __init__(
+        self,
+        live: LiveCapture,
+        *,
+        on_cuda: bool,
+        timer: HostTimer | None = None,
+        rest: float | None = None,
+        record: Record | None = None,
+    ) -> None:
         self.live = live
         self.on_cuda = on_cuda
         self.timer = timer or step_timer(on_cuda=on_cuda)
         self.rest = rest
+        self.record = record
         self.ops: list[OpNode] = []
         self.index_of: list[dict[Node, int]] = []
         for region in live.regions:
@@ -132,8 +143,13 @@ class Bench:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no op of the step is between processes: a step that meets others is launched op by op when it is timed."""
+        """Whether no op of the step is between processes."""
         return all(op.op_class is not OpClass.COLLECTIVE for op in self.ops)
+
+    @property
+    def recorder(self) -> Record | None:
+        """What records the step to time it; None where it meets other processes that do not record it with this one."""
+        return self.record or (recorded if self.is_alone else None)
 
     def observe(self, fusions: Sequence[PlannedFusion], also: Collection[int] = ()) -> None:
         """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites.

@@ -61,7 +61,9 @@ class StepRunner:
         self.rewind = bench.live.written.rewind
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
         self.timer = bench.timer
-        self.method = ("cuda_graph" if bench.is_alone else "cuda_events") if bench.on_cuda else bench.timer.method
+        self.method = bench.timer.method
+        if bench.on_cuda:
+            self.method = "cuda_events" if bench.recorder is None else "cuda_graph"
         self._memsets = Memsets()
 
     def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
@@ -83,13 +85,14 @@ class StepRunner:
 
     def recorded(self, plain: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
         """Return replays of steps, or the steps themselves where one cannot be recorded."""
-        if self.method != "cuda_graph":
+        record = self._bench.recorder if self.method == "cuda_graph" else None
+        if record is None:
             return plain
         try:
             around = cuda_state.own_gemm_workspace
             finish = self._memsets.replace  # as the fused model's own graph is recorded
             return [
-                interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish, is_warm=is_warm)
+                record(call, pool=self._pool, before=self.rewind, around=around, finish=finish, is_warm=is_warm)
                 for call, is_warm in zip(plain, come_again(plain), strict=True)
             ]
         except interleaving.CannotRecord:

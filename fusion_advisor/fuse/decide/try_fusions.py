@@ -109,6 +109,7 @@ def _trials(
             if not is_out_of_memory(error):
                 raise
             trial = None
+            instruments.worst(NO_MEMORY)  # the other ranks wait for an answer
         if trial is None:  # past the handler: what the failed trial held is free by now
             release_cached_memory()
             trial = Trial(fusion=replace(untried(planned), status=Status.NOT_REPLACED, reason=NO_MEMORY), built=None)

@@ -196,7 +196,8 @@ class FusedTrial:
         )  # fmt: skip
 
     def _bench(self, live: LiveCapture) -> Bench:
-        return Bench(live, on_cuda=self.device.type == "cuda", timer=self.timer)
+        given = self.instruments
+        return Bench(live, on_cuda=self.device.type == "cuda", timer=self.timer, rest=given.rest, record=given.record)
 
     def _fused(self, bench: Bench, fusions: Sequence[PlannedFusion], folder: Path) -> Callable[[], None]:
         """Return the step with every kernel whose numbers are right, and every graph pass that the run may use.

@@ -20,7 +20,7 @@ from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
 from fusion_advisor.verify.compare_models import check_model
 from fusion_advisor.verify.subgraph_oracle import to_float64, widened
-from fusion_advisor.workload.device import memory_bytes
+from fusion_advisor.workload.device import is_out_of_memory, memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
 _HEADROOM = 1.5
@@ -37,7 +37,7 @@ def check_whole_model(
     *,
     tolerance: Tolerance | None = None,
     memory_bytes: Callable[[torch.device], tuple[int, int]] = memory_bytes,
-    worst: Callable[[str], str] = str,
+    worst: Callable[[str], str] | None = None,
 ) -> ModelCheck:
     """Run all three and compare.
 
@@ -49,6 +49,10 @@ def check_whole_model(
         tolerance: the user's limit instead of eager's own error.
         memory_bytes: tells how much memory of a device is free, and how much there is.
         worst: given why no copy can be made, or an empty text, returns what counts: ranks of a split model run one together.
+            None: one process runs it.
+
+    Raises:
+        RuntimeError: memory ran out in the copy's run on one of several ranks; the others wait in a collective then.
     """
     names = (*written.tensors, *written.made)
 
@@ -132,7 +136,7 @@ def _oracle(
     dtypes: Iterable[torch.dtype],
     names: Sequence[str],
     memory_bytes: Callable[[torch.device], tuple[int, int]],
-    worst: Callable[[str], str],
+    worst: Callable[[str], str] | None,
 ) -> tuple[_Outcome | None, str]:
     wide = torch.float32 if set(dtypes) & {torch.float16, torch.bfloat16} else torch.float64
     device = torch.device(loaded.record.device)
@@ -145,7 +149,7 @@ def _oracle(
         model = copy.deepcopy(loaded.model).to(wide)
     except (RuntimeError, TypeError) as error:  # holds a tensor with a history, or a lock: no copy of it can be made
         problem = f"no copy: {error}"
-    if worst(problem) or model is None:
+    if (worst or str)(problem) or model is None:
         return None, "eager"
 
     def widened(leaf: Any) -> Any:
@@ -156,9 +160,14 @@ def _oracle(
         return leaf
 
     args, kwargs = copied((loaded.args, loaded.kwargs), widened)
+    output = None
     try:
         output = model(*args, **kwargs)
-    except RuntimeError:  # a dtype that the model's own code names does not follow the copy
+    except RuntimeError as error:  # a dtype that the model's own code names does not follow the copy
+        if worst is not None and is_out_of_memory(error):
+            raise
+        problem = str(error) or type(error).__name__
+    if (worst or str)(problem):
         return None, "eager"
     return _Outcome.of(output, live_tensors(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"
 

@@ -199,7 +199,6 @@ def join_by_torch(group_name: str, device: torch.device) -> GroupKernels | str:
 def build_sums(
     bench: Bench,
     saved: SavedPlan,
-    fusions: Sequence[PlannedFusion],
     device: torch.device,
     taken: Iterable[int],
     make: MakesKernels,
@@ -209,7 +208,6 @@ def build_sums(
     Args:
         bench: over the graphs as the plan left them.
         saved: the plan.
-        fusions: what kernels compute in these graphs.
         device: where they run.
         taken: ops that other kernels have taken in.
         make: the kernels of a group.
@@ -219,7 +217,7 @@ def build_sums(
     """
     if not saved.sums:
         return []
-    kinds = {f"A{number}": kind for number, kind in enumerate(find_kinds(bench, fusions, list(taken))[0], start=1)}
+    kinds = {f"A{number}": kind for number, kind in enumerate(find_kinds(bench, list(taken))[0], start=1)}
     groups: dict[str, GroupKernels | str] = {}
     found = []
     for row in saved.sums:

@@ -238,7 +238,7 @@ def _restored(
     if GEMM_EPILOGUE.id in saved.rewrites:
         placed, fast_math = find_epilogues(bench, fusions, saved, saved.rewrites[GEMM_EPILOGUE.id])
     device = torch.device(loaded.record.device)
-    sums = build_sums(bench, saved, fusions, device, {i for one in placed for i in one.place.members}, group_kernels)
+    sums = build_sums(bench, saved, device, {i for one in placed for i in one.place.members}, group_kernels)
     kinds = find_kinds(bench, members_of(sums)) if saved.linears else []
     firsts = [*(one.place for one in placed[:1]), *(kind.places[0] for kind in kinds)]
     # Op by op the host takes a tenth of a second for a step of 28 layers, so it is run once for all kernels.

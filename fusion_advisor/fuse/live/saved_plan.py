@@ -11,7 +11,7 @@ from fusion_advisor.fuse.live.specialize import FEW_ROWS, gemm_rows
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.registry import REWRITES, kept_ids
 from fusion_advisor.fuse.plan.plan import PlannedFusion, recall
-from fusion_advisor.fuse.rewrite.collective_kernels import TITLE as SUM_TITLE
+from fusion_advisor.fuse.rewrite.collective_kernels import TITLES as SUM_TITLES
 from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.records import Capture, Fusion, GraphRewrite, Match, Report, Status
 from fusion_advisor.records.serialize import read_capture, read_report
@@ -37,7 +37,7 @@ class SavedPlan:
     @property
     def linears(self) -> tuple[Fusion, ...]:
         """Rows of the kept kernels of linears."""
-        return tuple(row for row in self._without_chain if row.kernel not in (TITLE, SUM_TITLE))
+        return tuple(row for row in self._without_chain if row.kernel not in (TITLE, *SUM_TITLES))
 
     @property
     def scans(self) -> tuple[Fusion, ...]:
@@ -47,7 +47,7 @@ class SavedPlan:
     @property
     def sums(self) -> tuple[Fusion, ...]:
         """Rows of the kept kernels in which ranks sum together."""
-        return tuple(row for row in self._without_chain if row.kernel == SUM_TITLE)
+        return tuple(row for row in self._without_chain if row.kernel in SUM_TITLES)
 
     @property
     def _without_chain(self) -> tuple[Fusion, ...]:
@@ -85,9 +85,9 @@ def _load(folder: Path) -> SavedPlan:
     if unknown:
         detail = f"it kept a rewrite that this version does not have: {', '.join(unknown)}"
         raise UnreadableReport(name=folder / "report.json", detail=detail)
-    # What a GEMM or a sum over ranks took in is found by its chain, and other lengths need its kernel. In plans of few rows GEMVs
-    # took nearly all in, which every start would build for batches that may never come: those have what was kept alone.
-    has_sums = any(row.kernel == SUM_TITLE and row.status is Status.KEPT for row in report.fusions)
+    # What a GEMM took in is found by its chain, and other lengths need the kernels of what it or a sum took in. In plans of few
+    # rows GEMVs took nearly all in, which every start would build for batches that may never come: those have what was kept.
+    has_sums = any(row.kernel in SUM_TITLES and row.status is Status.KEPT for row in report.fusions)
     is_absorbed_needed = has_sums or GEMM_EPILOGUE.id in kept_rewrites or gemm_rows(capture.ops) > FEW_ROWS
     needed = (Status.KEPT, Status.ABSORBED) if is_absorbed_needed else (Status.KEPT,)
     kept = {row.chain_id for row in report.fusions if row.chain_id and row.status in needed}

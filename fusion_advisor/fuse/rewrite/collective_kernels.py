@@ -11,8 +11,9 @@ from fusion_advisor.collectives.group_kernels import GroupKernels
 from fusion_advisor.fuse.rewrite.launch_count import mark, tally_of
 from fusion_advisor.fuse.rewrite.record import CollectiveRewrite
 
-TITLE = "all_reduce_add_rmsnorm"
-"""Of every such kernel; reports and saved plans know them by it."""
+TITLE, LAYER_TITLE = "all_reduce_add_rmsnorm", "all_reduce_add_layernorm"
+TITLES = (TITLE, LAYER_TITLE)
+"""Of every such kernel; reports and saved plans know them by these."""
 
 ALL_REDUCE_NORM = CollectiveRewrite(
     id="all-reduce-norm",

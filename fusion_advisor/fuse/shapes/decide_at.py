@@ -82,7 +82,7 @@ def decide_at(
     live = at_one_size(opened, given, written)
     device = next(value.device for value in given if isinstance(value, torch.Tensor))
     options = replace(options, run_dir=None, effort="quick" if options.is_timed else options.effort, freeze=False)
-    bench = Bench(live, on_cuda=device.type == "cuda", timer=instruments.timer)
+    bench = Bench(live, on_cuda=device.type == "cuda", timer=instruments.timer, rest=instruments.rest, record=instruments.record)
     capture = profile_as_it_is(live, bandwidth, device)
     patterns, sources = library_on_demand(options.kernel_dirs)
     plan = make_plan(

@@ -1,36 +1,33 @@
-"""Sums over ranks that a residual add and an RMSNorm follow: found in the graphs, bound to a kernel, and checked.
+"""Sums over ranks that a residual add and a norm follow: found in the graphs, bound to a kernel, and checked.
 
-The chain after the sum is one that a kernel of ours computes already (``add_rmsnorm`` as Llama writes it). With the sum it
-becomes one launch on each rank. The new residual is one of the call's results, because later layers read it.
+The chain after the sum is one that the library knows (``fuse.stages.after_sums``). With the sum it becomes one launch on each
+rank. The new residual is one of the call's results, because later layers read it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from fusion_advisor.capture.graph.fx_nodes import first_reader, is_written_between
 from fusion_advisor.codegen.common.interface import Launcher
 from fusion_advisor.collectives.group_kernels import GroupKernels, NormCall
 from fusion_advisor.collectives.launch_shape import Way
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
-from fusion_advisor.fuse.plan.plan import PlannedFusion
-from fusion_advisor.fuse.rewrite.collective_kernels import GroupCall
+from fusion_advisor.fuse.rewrite.collective_kernels import LAYER_TITLE, TITLE, GroupCall
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
+from fusion_advisor.fuse.stages.after_sums import Followers, Left
 from fusion_advisor.fuse.stages.gemm_sites import Place
-from fusion_advisor.lowering.lower import Lowered
 from fusion_advisor.records import Numerics, OpNode, Ref, RenderedKernel, Tolerance
 from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, with_special_rows
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 
 _SUM, _WAIT = "_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"
-_KERNEL, _VARIANT = "add_rmsnorm", "llama"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +35,8 @@ class SumPlace:
     """One site by op indices.
 
     Attributes:
-        place: members in order, and what the call reads: what is summed, the residual, the weight.
+        place: members in order, and what the call reads: what is summed, the residual, the weight, a LayerNorm's shift, the
+            bias of the linear.
         outputs: ops whose results the call makes, by the kernel's name: ``out``, and ``total`` where somebody reads it.
     """
 
@@ -48,7 +46,7 @@ class SumPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumKind:
-    """Sites of one size, which share a kernel and a verdict."""
+    """Sites of one size and norm, which share a kernel and a verdict."""
 
     call: NormCall
     group_name: str
@@ -59,6 +57,11 @@ class SumKind:
         """Of all sites."""
         return [site.place for site in self.sites]
 
+    @property
+    def title(self) -> str:
+        """Name of its kernel in reports and saved plans."""
+        return LAYER_TITLE if self.call.norm == "layer" else TITLE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftSum:
@@ -68,36 +71,24 @@ class LeftSum:
     reason: str
 
 
-class _Left(Exception):
-    """A sum that stays; the text says why."""
-
-
-def find_kinds(
-    bench: Bench, fusions: Iterable[PlannedFusion], taken: Collection[int] = ()
-) -> tuple[list[SumKind], list[LeftSum]]:
-    """Return the sums over ranks that a kernel could compute with what follows, by size, and those that stay.
+def find_kinds(bench: Bench, taken: Collection[int] = ()) -> tuple[list[SumKind], list[LeftSum]]:
+    """Return the sums over ranks that a kernel could compute with what follows, by size and norm, and those that stay.
 
     Args:
         bench: over the graphs as they are now.
-        fusions: what kernels compute in them.
         taken: ops that other calls have taken in.
     """
-    chains = {
-        index: (planned, site.op_indices, lowered)
-        for planned in fusions
-        for site, lowered in zip(planned.chain.sites, planned.sites, strict=True)
-        for index in lowered.given
-    }
-    node_at = {index: node for one in bench.index_of for node, index in one.items()}
+    sums = [index for index, op in enumerate(bench.ops) if op.target == _SUM]
+    if not sums:
+        return [], []
+    after = Followers(bench)
     found: dict[tuple[NormCall, str], list[SumPlace]] = {}
     left: list[LeftSum] = []
     gone = set(taken)
-    for index, op in enumerate(bench.ops):
-        if op.target != _SUM:
-            continue
+    for index in sums:
         try:
-            call, group_name, site = _site(bench, index, node_at, chains, gone)
-        except _Left as reason:
+            call, group_name, site = _site(bench, index, after, gone)
+        except Left as reason:
             left.append(LeftSum(index=index, reason=str(reason)))
             continue
         gone.update(site.place.members)
@@ -106,107 +97,53 @@ def find_kinds(
     return kinds, left
 
 
-_Chains = Mapping[int, tuple[PlannedFusion, tuple[int, ...], Lowered]]
-
-
-def _site(
-    bench: Bench, index: int, node_at: Mapping[int, Node], chains: _Chains, taken: Collection[int]
-) -> tuple[NormCall, str, SumPlace]:
+def _site(bench: Bench, index: int, after: Followers, taken: Collection[int]) -> tuple[NormCall, str, SumPlace]:
     """Return the site of one sum.
 
     Raises:
-        _Left: it has none.
+        Left: it has none.
     """
     op = bench.ops[index]
     summed, reduction, group_name = op.args[:3]
     assert isinstance(summed, Ref) and isinstance(group_name, str)
     if reduction != "sum":
-        raise _Left(f"it takes the {reduction} over the ranks, not the sum")
-    waits = _readers(bench, index, node_at)
+        raise Left(f"it takes the {reduction} over the ranks, not the sum")
+    waits = after.readers(index)
     if len(waits) != 1 or bench.ops[waits[0]].target != _WAIT:
-        raise _Left("more than one op reads what is under way")
+        raise Left("more than one op reads what is under way")
     waited = waits[0]
-    if waited not in chains:
-        raise _Left("no kernel of ours adds a residual to it and normalises")
-    planned, chain, lowered = chains[waited]
-    if (planned.match.kernel, planned.match.variant) != (_KERNEL, _VARIANT):
-        raise _Left(f"{planned.match.kernel} follows, and the kernel computes {_KERNEL} as Llama writes it")
-    views = _views_before(bench, waited, node_at, chain)
-    members = tuple(sorted({index, waited, *views, *chain}))
+    tail = after.tail(waited)
+    members = tuple(sorted({index, waited, *tail.members}))
     if not set(members).isdisjoint(taken):
-        raise _Left("another call took in what follows")
-    return _bound_site(bench, planned, lowered, members, (summed.index, waited), group_name, node_at)
-
-
-def _bound_site(
-    bench: Bench,
-    planned: PlannedFusion,
-    lowered: Lowered,
-    members: tuple[int, ...],
-    ends: tuple[int, int],
-    group_name: str,
-    node_at: Mapping[int, Node],
-) -> tuple[NormCall, str, SumPlace]:
-    summed, waited = ends
-    operands = planned.program.operands
-    names = [operand.name for operand in operands if not operand.is_output]
-    given = dict(zip(names, lowered.given, strict=True))
-    outputs = tuple(zip((operand.name for operand in operands if operand.is_output), lowered.outputs, strict=True))
-    if len(given) != 3 or "weight" not in given or not {name for name, _ in outputs} <= {"total", "out"}:
-        raise _Left(f"its {_KERNEL} has other operands than the kernel")
-    residual = next(at for name, at in given.items() if name != "weight" and at != waited)
-    inputs = (summed, residual, given["weight"])
+        raise Left("another call took in what follows")
+    result, inputs = bench.ops[waited].outputs[0], (summed.index, *tail.inputs)
     call = NormCall(
-        rows=math.prod(bench.ops[waited].outputs[0].shape[:-1]), cols=bench.ops[waited].outputs[0].shape[-1],
-        dtype=getattr(torch, bench.ops[waited].outputs[0].dtype), eps=dict(planned.match.constants).get("eps", 0.0),
+        rows=math.prod(result.shape[:-1]), cols=result.shape[-1], dtype=getattr(torch, result.dtype), eps=tail.eps,
+        norm=tail.norm, has_offset=tail.has_offset,
     )  # fmt: skip
-    _refuse_layouts(bench, call, inputs, [at for _, at in outputs])
-    if is_written_between([node_at[summed]], node_at[min(members)], first_reader(node_at[lowered.outputs[-1]])):
-        raise _Left("what is summed is written to before it would be read")
+    _refuse_layouts(bench, call, inputs, [at for _, at in tail.outputs])
+    if is_written_between([after.node(summed.index)], after.node(min(members)), first_reader(after.node(tail.outputs[-1][1]))):
+        raise Left("what is summed is written to before it would be read")
     place = Place(region=bench.ops[waited].region, members=members, inputs=inputs)
-    return call, group_name, SumPlace(place=place, outputs=outputs)
+    return call, group_name, SumPlace(place=place, outputs=tail.outputs)
 
 
 def _refuse_layouts(bench: Bench, call: NormCall, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    """Raise _Left where tensors are no plain rows of one dtype."""
+    """Raise Left where tensors are no plain rows of one dtype."""
     metas = [bench.ops[index].outputs[0] for index in (*inputs, *outputs)]
     dtypes = {meta.dtype for meta in metas}
     if len(dtypes) > 1:
-        raise _Left(f"it mixes {' and '.join(sorted(dtypes))}: the kernel reads and writes one dtype")
-    shapes = [(call.cols,) if number == 2 else (call.rows, call.cols) for number in range(len(metas))]
+        raise Left(f"it mixes {' and '.join(sorted(dtypes))}: the kernel reads and writes one dtype")
+    rows = (0, 1, *range(len(inputs), len(metas)))  # what is summed, the residual, the results; the others are vectors
+    shapes = [(call.rows, call.cols) if number in rows else (call.cols,) for number in range(len(metas))]
     for meta, shape in zip(metas, shapes, strict=True):
         is_rows = math.prod(meta.shape) == math.prod(shape) and meta.shape[-1:] == shape[-1:]
         if not is_rows or meta.stride != _packed(meta.shape):
-            raise _Left("its tensors are no rows without holes")
+            raise Left("its tensors are no rows without holes")
 
 
 def _packed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))
-
-
-def _readers(bench: Bench, index: int, node_at: Mapping[int, Node]) -> list[int]:
-    """Return the ops that read a value, by index; -1 for the region's results."""
-    index_of = bench.index_of[bench.ops[index].region]
-    return [index_of.get(user, -1) for user in node_at[index].users]
-
-
-def _views_before(bench: Bench, waited: int, node_at: Mapping[int, Node], chain: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the views through which a chain reads the sum.
-
-    Raises:
-        _Left: somebody else reads it too.
-    """
-    views: list[int] = []
-    waiting = [waited]
-    while waiting:
-        for reader in _readers(bench, waiting.pop(), node_at):
-            if reader in chain or reader in views:
-                continue
-            if reader < 0 or bench.ops[reader].alias_of != waited:
-                raise _Left("other ops read the sum before the residual is added")
-            views.append(reader)
-            waiting.append(reader)
-    return tuple(views)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +168,7 @@ def build(kind: SumKind, kernels: GroupKernels, way: Way, path: Path) -> MadeSum
     Raises:
         KernelBuildFailed: it does not compile.
     """
-    rendered = kernels.rendered()
+    rendered = kernels.rendered(kind.call)
     path = path.with_suffix(rendered.suffix)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(rendered.file_text)
@@ -283,14 +220,12 @@ def bound(bench: Bench, site: SumPlace, made: MadeSum, *, is_poisoned: bool = Fa
 def _in_order(launch: Launcher, names: Sequence[str]) -> Launcher:
     """Return what takes the results in a chain's order; a total that nobody reads gets memory of its own."""
 
-    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *results: torch.Tensor) -> None:
+    def call(*tensors: torch.Tensor) -> None:
+        given, results = tensors[: -len(names)], tensors[-len(names) :]
         by_name = dict(zip(names, results, strict=True))
         total, out = by_name.get("total"), by_name.get("out")
-        launch(
-            x, residual, weight,
-            torch.empty_like(residual) if total is None else total,
-            torch.empty_like(residual) if out is None else out,
-        )  # fmt: skip
+        residual = given[1]
+        launch(*given, torch.empty_like(residual) if total is None else total, torch.empty_like(residual) if out is None else out)
 
     return call
 

@@ -18,6 +18,7 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.records import Fusion, OpClass, Ref, Status, Timing
 from fusion_advisor.timing.wall_timer import as_timing
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
+from fusion_advisor.workload.device import is_out_of_memory
 
 _FLOAT64_BYTES = 8
 
@@ -98,6 +99,41 @@ def _float64_elements(bench: Bench, place: Place) -> int:
 
 def _elements(bench: Bench, index: int) -> int:
     return math.prod(bench.ops[index].outputs[0].shape)
+
+
+def observe_together(bench: Bench, places: Sequence[Place], instruments: Instruments) -> str:
+    """Run the step once and keep what places read, on all ranks together.
+
+    Args:
+        bench: of the step.
+        places: where calls may stand.
+        instruments: say what counts of a rank's problem.
+
+    Returns:
+        Why a rank has no memory for it; empty where all have.
+
+    Raises:
+        RuntimeError: memory ran out in a step that meets other ranks. They wait in it, so that no rank can go on without it.
+    """
+    problem = ""
+    try:
+        observe(bench, places)
+    except (RuntimeError, MemoryError) as error:
+        if instruments.exchange is not None and not bench.is_alone:
+            raise
+        problem = ran_out(error)
+    return instruments.worst(problem)
+
+
+def ran_out(error: Exception) -> str:
+    """Say that memory ran out: what was kept before needs none of it. Any other error is raised again.
+
+    Args:
+        error: while a kernel was built or checked.
+    """
+    if not is_out_of_memory(error):
+        raise error
+    return f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
 
 
 def compare_alone(

@@ -26,14 +26,14 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.collective_kernels import TITLE
 from fusion_advisor.fuse.stages.collective_sites import LeftSum, SumKind, build, check, find_kinds, install, ops_of
-from fusion_advisor.fuse.stages.gemm_sites import device_of, observe, why_no_room
-from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, ran_out, with_kernels_of
+from fusion_advisor.fuse.stages.gemm_sites import device_of, observe_together, ran_out, why_no_room
+from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, with_kernels_of
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, Status
 from fusion_advisor.verify.check_chain import why_wrong
 from fusion_advisor.workload.device import fault_of
 
 _ALONE = "this process decides alone; `apply` under torchrun tries it on all ranks together"
-_OTHER_RESIDUALS = "two-shot: the ranks have different residuals, and it adds that of one rank"
+_OTHER_RESIDUALS = "two-shot: the ranks have different residuals or biases, and it adds those of one rank"
 
 
 def place_sums(
@@ -58,20 +58,20 @@ def place_sums(
     Returns:
         The same with one more fusion for each size of call, and those that stay in ``linears``.
     """
-    if not is_wanted(TITLE, options):
-        return kept
-    kinds, left = find_kinds(kept.bench, [item.planned for item in kept.built], members_of(kept.linears))
-    groups = _groups(kept.bench, kinds, instruments)
+    kinds, left = find_kinds(kept.bench, members_of(kept.linears))
+    wanted = [(number, kind) for number, kind in enumerate(kinds, start=1) if is_wanted(kind.title, options)]
+    left = left if is_wanted(TITLE, options) else []
+    groups = _groups(kept.bench, [kind for _, kind in wanted], instruments)
     rows: list[Fusion] = []
     chosen: list[BuiltLinear] = []
-    for number, kind in enumerate(kinds, start=1):
-        progress.step(number - 1, len(kinds), f"A{number} {TITLE}: build, check, time")
+    for number, kind in wanted:
+        progress.step(number - 1, len(kinds), f"A{number} {kind.title}: build, check, time")
         row, kernels, built = _row(kept.bench, kind, f"A{number}"), groups[kind.group_name], None
         reason = kernels if isinstance(kernels, str) else kernels.why_not(kind.call)
         if isinstance(kernels, str) or reason:
             row = replace(row, status=Status.NOT_REPLACED, reason=reason)
         else:
-            share_s = budget_s / len(kinds)
+            share_s = budget_s / len(wanted)
             row, built = _chosen(kept, row, kind, kernels, chosen, options, kernel_dir, instruments, budget_s=share_s)
         chosen += [] if built is None else [built]
         progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")
@@ -107,9 +107,8 @@ def _chosen(
     """Return the row of the faster way to sum, and its calls where they stay."""
     bench, found = kept.bench, []
     try:
-        if refusal := why_no_room(bench, kind.places, instruments):
+        if refusal := why_no_room(bench, kind.places, instruments) or observe_together(bench, kind.places, instruments):
             return replace(row, status=Status.NOT_REPLACED, reason=refusal), None
-        observe(bench, kind.places)
         surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), "")
         if refusal := instruments.worst(surprise):
             return replace(row, status=Status.NOT_REPLACED, reason=refusal), None
@@ -120,6 +119,8 @@ def _chosen(
                 one = _timed(kept, one[0], chosen, one[1], options, instruments, budget_s=budget_s / len(ways))
             found.append(one)
     except (RuntimeError, MemoryError) as error:
+        if instruments.exchange is not None:  # the check and the step meet other ranks, which wait in them
+            raise
         return replace(row, status=Status.NOT_REPLACED, reason=ran_out(error)), None
     finally:
         bench.values.clear()
@@ -154,7 +155,7 @@ def _tried(
 
     problem, made = "", None
     try:
-        made = build(kind, kernels, way, kernel_dir / f"{row.id}_{TITLE}")
+        made = build(kind, kernels, way, kernel_dir / f"{row.id}_{kind.title}")
     except KernelBuildFailed as failure:
         problem = str(failure)
     if problem := instruments.worst(problem):
@@ -164,7 +165,7 @@ def _tried(
     try:
         numerics, problem = check(bench, kind, made, tolerance=options.tolerance, worst=wrong)
     except torch.AcceleratorError as error:
-        raise fault_of(TITLE, error) from error
+        raise fault_of(kind.title, error) from error
     row = replace(row, numerics=numerics)
     if problem:
         return replace(row, status=Status.WRONG_NUMBERS, reason=problem), None
@@ -172,8 +173,9 @@ def _tried(
 
 
 def _are_residuals_equal(bench: Bench, kind: SumKind, instruments: Instruments) -> bool:
-    """Whether all ranks add the same residual at each site of the captured call."""
-    sums = [_bits(bench.values[place.inputs[1]]) for place in kind.places]
+    """Whether all ranks add the same residual, and the same bias of a linear, at each site of the captured call."""
+    offsets = slice(-1, None) if kind.call.has_offset else slice(0)
+    sums = [_bits(bench.values[index]) for place in kind.places for index in (place.inputs[1], *place.inputs[offsets])]
     told: Sequence[Any] = [sums] if instruments.exchange is None else instruments.exchange("residuals", sums)
     return all(one == told[0] for one in told)
 
@@ -214,12 +216,12 @@ def _row(bench: Bench, kind: SumKind, name: str) -> Fusion:
     ops, runs = ops_of(bench, kind), bench.live.runs_of_regions()
     launches = sum(runs[op.region] for op in ops if op.op_class not in (OpClass.VIEW, OpClass.INPUT))
     first = ops[0]
-    return _planned(len(kind.sites), launches, source_around(first.source_file, first.source_line), name)
+    return _planned(kind.title, len(kind.sites), launches, source_around(first.source_file, first.source_line), name)
 
 
-def _planned(sites: int, launches: int, source: tuple[tuple[int, str], ...], name: str) -> Fusion:
+def _planned(title: str, sites: int, launches: int, source: tuple[tuple[int, str], ...], name: str) -> Fusion:
     return Fusion(
-        id=name, chain_id="", kernel=TITLE, status=Status.PLANNED, reason="",
+        id=name, chain_id="", kernel=title, status=Status.PLANNED, reason="",
         receipt=Receipt(sites_found=sites, sites_matched=sites, sites_replaced=0, launches_before=launches, launches_after=0),
         original_source=source,
     )  # fmt: skip
@@ -235,5 +237,5 @@ def _by_reason(left: Sequence[LeftSum]) -> list[list[LeftSum]]:
 def _left_row(bench: Bench, left: Sequence[LeftSum], name: str) -> Fusion:
     """Return the row of sums that stay, for one reason."""
     first = bench.ops[left[0].index]
-    row = _planned(len(left), len(left), source_around(first.source_file, first.source_line), name)
+    row = _planned(TITLE, len(left), len(left), source_around(first.source_file, first.source_line), name)
     return replace(row, status=Status.NOT_REPLACED, reason=left[0].reason)

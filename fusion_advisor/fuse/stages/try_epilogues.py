@@ -22,10 +22,17 @@ from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
 from fusion_advisor.fuse.rewrite.record import EpilogueRewrite
-from fusion_advisor.fuse.stages.gemm_sites import Place, observe, original_of, own_classes, why_no_room, without_taken
+from fusion_advisor.fuse.stages.gemm_sites import (
+    Place,
+    observe_together,
+    original_of,
+    own_classes,
+    ran_out,
+    why_no_room,
+    without_taken,
+)
 from fusion_advisor.records import Numerics, Status, Tolerance
 from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong, with_special_rows
-from fusion_advisor.workload.device import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +86,13 @@ def _checked(bench: Bench, found: Sequence[Placed], options: ApplyOptions, instr
     """Return the errors of the calls on every place's own tensors, or why they cannot be checked."""
     places = [one.place for one in found]
     try:
-        refusal = why_no_room(bench, places, instruments)
-        if refusal is None:
-            observe(bench, places)
-            refusal = next((bench.surprises[index] for one in places for index in one.inputs if index in bench.surprises), None)
-        return refusal or check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        # What was kept before needs none of this memory.
-        return f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
+        if refusal := why_no_room(bench, places, instruments) or observe_together(bench, places, instruments):
+            return refusal
+        surprise = next((bench.surprises[index] for one in places for index in one.inputs if index in bench.surprises), None)
+        try:
+            return surprise or check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
+        except (RuntimeError, MemoryError) as error:
+            return ran_out(error)
     finally:
         bench.values.clear()  # activations of every layer
 

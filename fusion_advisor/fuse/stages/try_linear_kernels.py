@@ -31,8 +31,9 @@ from fusion_advisor.fuse.stages.gemm_sites import (
     Place,
     compare_alone,
     device_of,
-    observe,
+    observe_together,
     original_of,
+    ran_out,
     why_no_room,
     without_taken,
 )
@@ -42,7 +43,7 @@ from fusion_advisor.records import Fusion, OpClass, Receipt, Status, Timing
 from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.verify.check_chain import why_wrong
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
-from fusion_advisor.workload.device import fault_of, is_out_of_memory
+from fusion_advisor.workload.device import fault_of
 
 
 def place_gemvs(
@@ -75,12 +76,7 @@ def place_gemvs(
     if kernels is None or not kinds:
         return kept
     refusals, seen = _refused(bench, kinds, instruments)
-    problem = ""
-    try:
-        observe(bench, seen)
-    except (RuntimeError, MemoryError) as error:
-        problem = ran_out(error)
-    if problem := instruments.worst(problem):
+    if problem := observe_together(bench, seen, instruments):
         refusals = [problem] * len(kinds)
     runner = StepRunner(bench)
     rows: list[Fusion] = []
@@ -164,24 +160,13 @@ def _refused(bench: Bench, kinds: Sequence[Kind], instruments: Instruments) -> t
     return refusals, seen
 
 
-def ran_out(error: Exception) -> str:
-    """Say that memory ran out: what was kept before needs none of it. Any other error is raised again.
-
-    Args:
-        error: while a kernel was built or checked.
-    """
-    if not is_out_of_memory(error):
-        raise error
-    return f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
-
-
 def _tried(
     bench: Bench, row: Fusion, kind: Kind, make: Make, options: ApplyOptions, instruments: Instruments, *, seed: int
 ) -> tuple[Fusion, BuiltLinear | None]:
     surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), "")
     if surprise := instruments.worst(surprise):
         return replace(row, status=Status.NOT_REPLACED, reason=surprise), None
-    made, problem, wrong = None, "", ""
+    made, problem, wrong, failed = None, "", "", Status.BUILD_FAILED
     try:
         made = make(kind.problem, header_of(kind.title), f"{row.id}_{kind.title}")
         if isinstance(made, str):
@@ -194,8 +179,10 @@ def _tried(
         problem = str(failure)
     except torch.AcceleratorError as error:
         raise fault_of(kind.title, error) from error
+    except (RuntimeError, MemoryError) as error:  # the other ranks wait for an answer
+        problem, failed = ran_out(error), Status.NOT_REPLACED
     if problem := instruments.worst(problem):
-        return replace(row, status=Status.BUILD_FAILED, reason=problem), None
+        return replace(row, status=failed, reason=problem), None
     if wrong := instruments.worst(wrong):
         return replace(row, status=Status.WRONG_NUMBERS, reason=wrong), None
     assert made is not None and not isinstance(made, str)  # else there was a problem

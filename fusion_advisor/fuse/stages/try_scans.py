@@ -23,9 +23,9 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.scans.sites import LeftOp
-from fusion_advisor.fuse.stages.gemm_sites import compare_alone, device_of, observe, why_no_room
+from fusion_advisor.fuse.stages.gemm_sites import compare_alone, device_of, observe_together, ran_out, why_no_room
 from fusion_advisor.fuse.stages.scan_kernels import ScanKind, build, check, find_kinds, install, name_of, original_scan
-from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, ran_out, timed_on_top, with_kernels_of
+from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, timed_on_top, with_kernels_of
 from fusion_advisor.records import Fusion, OpClass, Receipt, Status
 from fusion_advisor.verify.check_chain import why_wrong
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
@@ -69,10 +69,9 @@ def place_scans(
         row, built = _row(bench, kind, f"S{number}"), None
         try:
             refusal = why_no_room(bench, kind.places, instruments)
-            if refusal is not None:
+            if refusal := refusal or observe_together(bench, kind.places, instruments):
                 row = replace(row, status=Status.NOT_REPLACED, reason=refusal)
             else:
-                observe(bench, kind.places)
                 row, built = _tried(bench, row, kind, options, kernel_dir, instruments, seed=number)
         except (RuntimeError, MemoryError) as error:
             row = replace(row, status=Status.NOT_REPLACED, reason=ran_out(error))
@@ -88,8 +87,8 @@ def place_scans(
 def _tried(
     bench: Bench, row: Fusion, kind: ScanKind, options: ApplyOptions, kernel_dir: Path, instruments: Instruments, *, seed: int
 ) -> tuple[Fusion, BuiltLinear | None]:
-    surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), None)
-    if surprise is not None:
+    surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), "")
+    if surprise := instruments.worst(surprise):
         return replace(row, status=Status.NOT_REPLACED, reason=surprise), None
     backend = None if options.backend == FASTEST else options.backend
     try:
@@ -100,6 +99,8 @@ def _tried(
         return replace(row, status=Status.BUILD_FAILED, reason=instruments.worst(str(failure))), None
     except torch.AcceleratorError as error:
         raise fault_of(TITLE, error) from error
+    except (RuntimeError, MemoryError) as error:  # the other ranks wait for an answer
+        return replace(row, status=Status.NOT_REPLACED, reason=instruments.worst(ran_out(error))), None
     numerics = row.numerics
     assert numerics is not None
     if problem := instruments.worst("" if numerics.is_passed else why_wrong(numerics, options.tolerance)):
