@@ -21,7 +21,7 @@ from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_i
 from fusion_advisor.errors import AdvisorError, HalfWritten
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
 from fusion_advisor.fuse.direct.direct_call import Shortcut
-from fusion_advisor.fuse.live.call_difference import describe_difference
+from fusion_advisor.fuse.live.call_difference import CONTINUOUS_BATCHING, describe_difference, is_continuous_batching
 from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, parts_of, sharing, signature
 from fusion_advisor.fuse.live.graph_table import GraphTable
 from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
@@ -121,6 +121,9 @@ class FusedModel(InPlace):
         """
         if dispatcher.is_mode_active() or dispatcher.is_transformed():  # a mode would see what is read of the tensors below
             self._fallbacks.add(_MODE if dispatcher.is_mode_active() else TRANSFORMED)
+            return self._original(*args, **kwargs)
+        if is_continuous_batching(kwargs):  # nor is its cache looked through
+            self._fallbacks.add(CONTINUOUS_BATCHING)
             return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
