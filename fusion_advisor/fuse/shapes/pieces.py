@@ -78,6 +78,49 @@ def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MO
     return found
 
 
+class OtherPieces(Exception):
+    """A model that no longer makes the pieces that it was decided for."""
+
+
+def find_again(ranges: Sequence[SizeRange], known: Sequence[tuple[Box, bool]], capture: Capture) -> list[Piece]:
+    """Capture the pieces that something stays in, at the sizes at which :func:`find_pieces` did; the others need no graph.
+
+    Args:
+        ranges: of all sizes.
+        known: the box of each piece in order, and whether something stays in it.
+        capture: at some sizes.
+
+    Raises:
+        OtherPieces: a graph serves other sizes than its piece has.
+    """
+    waiting = [tuple(ranges)]
+    found: list[Piece] = []
+    for own, is_served in known:
+        if not waiting:
+            raise OtherPieces
+        box = waiting.pop(0)
+        opened = None
+        if is_served:
+            try:
+                opened = capture(sample_of(box))
+            except (OneSizeOnly, CannotCapture) as error:
+                raise OtherPieces from error
+        if not _lies_in(own, box) or (opened is not None and _largest_box(box, sample_of(box), opened) != own):
+            raise OtherPieces
+        found.append(Piece(box=own, opened=opened))
+        waiting += _rest(box, own)
+    if waiting:
+        raise OtherPieces
+    return found
+
+
+def _lies_in(own: Box, box: Box) -> bool:
+    names = [one.name for one in box]
+    return names == [one.name for one in own] and all(
+        whole.holds(part.least) and whole.holds(part.most) for whole, part in zip(box, own, strict=True)
+    )
+
+
 def _size_of_many_graphs(ranges: Sequence[SizeRange], found: Sequence[Piece], most: int) -> str:
     """Return the dim of which each size has a graph of its own, more than may be; empty where there is none.
 
