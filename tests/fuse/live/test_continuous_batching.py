@@ -27,7 +27,10 @@ def tokens_of(model):
 @pytest.mark.skipif(find_compiler() is None, reason="kernels of a CPU need a C++ compiler: apt-get install g++")
 def test_steps_of_continuous_batching_run_the_original_ops_and_say_why():
     model, inputs = tiny.qwen2()
-    expected = tokens_of(model)
+    try:
+        expected = tokens_of(model)
+    except MemoryError:  # before 5.24, where psutil is not installed
+        pytest.skip("this transformers does not find out how much memory the CPU has")
     with fa.apply(model, inputs, effort="quick") as fused, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert tokens_of(fused) == expected
