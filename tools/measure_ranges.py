@@ -1,7 +1,8 @@
 """Measures a saved plan of ranges: python -m tools.measure_ranges STAGE[,STAGE…] RUN_DIR --to FILE.jsonl [--seconds S[,S…]].
 
 RUN_DIR is of ``fusion-advisor apply MODEL --shapes …``. The stages run one after the other in this process, which makes the model
-once and loads the plan once. Each makes the same random calls, and ends after the call in which its seconds are over:
+once and loads the plan once. Each makes the same random calls, and ends after the call in which its seconds are over, or those of
+``--within``, which are of everything:
 
 - ``serve`` compares every call with the original ops and times both. It counts traces, compiled kernels and calls of the original
   ops.
@@ -358,6 +359,17 @@ def limits_of(stages: Sequence[str], seconds: Sequence[float]) -> dict[str, floa
     return dict(zip(stages, [*seconds] * len(stages) if len(seconds) == 1 else seconds, strict=True))
 
 
+def seconds_left(own: float, within: float | None, gone: float) -> float:
+    """Return the seconds that a stage may take.
+
+    Args:
+        own: its limit.
+        within: seconds for everything since the process began; None: without end.
+        gone: seconds since then.
+    """
+    return own if within is None else max(0.0, min(own, within - gone))
+
+
 def rows_of(
     loaded: LoadedWorkload, plan: SavedPlan, calls: Sequence[Call], limits: Mapping[str, float], asked: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
@@ -373,7 +385,8 @@ def rows_of(
     }
     for name, seconds in limits.items():
         try:
-            yield from ({"stage": name, **row} for row in stages[name](seconds))
+            left = seconds_left(seconds, asked.within, time.perf_counter() - asked.began)
+            yield from ({"stage": name, "limit_s": round(left, 1), **row} for row in stages[name](left))
         except (RuntimeError, AdvisorError) as error:  # the other stages still say what they have
             yield {"stage": name, "what": "failed", "error": f"{type(error).__name__}: {error}"[:2000]}
 
@@ -386,12 +399,13 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--seconds", default="200", help="of each stage: one number, or one for each stage with commas")
+    parser.add_argument("--within", type=float, help="seconds for everything, making the model and loading the plan among it")
     parser.add_argument("--mode", default="default")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--exact-sizes", type=int, default=4)
     parser.add_argument("--every", type=int, default=1, help="take every so manieth of the calls")
-    asked = parser.parse_args()
+    asked = parser.parse_args(namespace=argparse.Namespace(began=time.perf_counter()))
     limits = limits_of(asked.stages.split(","), [float(one) for one in asked.seconds.split(",")])
     with asked.to.open("w", encoding="utf-8") as out, torch.no_grad():
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isqrt, prod
+from math import prod
 from typing import Any
 
 import torch
 
 from fusion_advisor import units
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
 from fusion_advisor.errors import SizeRejected
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
@@ -31,7 +32,7 @@ from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.plan.size_ranges import CACHED, MOST_NAMES, ShapeRequest
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
-from fusion_advisor.fuse.shapes.pieces import Box, Piece
+from fusion_advisor.fuse.shapes.pieces import Piece, points_of
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls, with_room
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
@@ -54,8 +55,6 @@ from fusion_advisor.workload.load import LoadedWorkload
 
 _MOST_ELEMENTS = {"cpu": 2048, "cuda": 16384}
 """Of the product of the open sizes at the largest point: 16 requests of 1,024 tokens, or one of 16,384."""
-_APART = 8
-"""Points whose products differ by less are one: what pays at one pays at the other."""
 _BUDGET_S = 2.0
 _USUAL_CACHE = 1024
 """Tokens in a cache, where a range of them is proposed."""
@@ -87,32 +86,6 @@ def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> list[RangedCa
             if not call.refusal:
                 try_ends(loaded, call)
     return calls
-
-
-def points_of(box: Box, *, most: int, asked: Sequence[Mapping[str, int]] = ()) -> list[dict[str, int]]:
-    """Return the sizes at which rewrites are decided.
-
-    Args:
-        box: of a piece.
-        most: product of the sizes at the largest point.
-        asked: sizes by name, by the user; those inside are taken as they are.
-    """
-    names = [one.name for one in box]
-    mine = [{name: point[name] for name in names} for point in asked if all(one.holds(point[one.name]) for one in box)]
-    if mine:
-        return [point for at, point in enumerate(mine) if point not in mine[:at]]
-    least, largest = {one.name: one.least for one in box}, {one.name: one.most for one in box}
-    while prod(largest.values()) > most and any(largest[one.name] > one.least for one in box):
-        widest = max(box, key=lambda one: largest[one.name] / one.least)
-        largest[widest.name] = max(widest.least, largest[widest.name] // 2)
-    middle = {name: isqrt(least[name] * largest[name]) for name in names}
-    found = [least]
-    for point in (middle, largest):
-        if prod(point.values()) >= _APART * prod(found[-1].values()):
-            found.append(point)
-    if found[-1] is not largest and prod(largest.values()) > prod(found[-1].values()) and len(found) > 1:
-        found[-1] = largest
-    return found
 
 
 @dataclass(slots=True)
@@ -306,7 +279,7 @@ def _decided(
     served = finished(workpiece, module, sizes, with_flags=DROP_MASKS.id in decided.passes)
     module = served.graph_at(tuple(sizes[name] for name in workpiece.names))
     kernels.update({fusion.kernel.name: fusion.kernel for fusion in fusions})
-    names = (*(fusion.planned.match.kernel for fusion in fusions), *decided.passes, *changes)
+    names = tuple(dict.fromkeys((*(fusion.planned.match.kernel for fusion in fusions), *decided.passes, *changes)))
     written.restore()
     check = check_region(decided.region, module.forward)
     row = ShapePoint(
@@ -316,6 +289,9 @@ def _decided(
     if not check.is_passed:
         reason = f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
         return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
+    reason = _wrong_elsewhere(work, workpiece, served, sizes)
+    if reason:
+        return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
     if work.options.is_timed:
         eager, ours = _timed(work, workpiece.opened, module, sizes)
         row = replace(row, eager=eager, ours=ours)
@@ -324,6 +300,23 @@ def _decided(
             reason = f"near these sizes the original ops take {times}"
             return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
     return served, row
+
+
+def _wrong_elsewhere(work: _Shapes, workpiece: Workpiece, served: Served, sizes: Sizes) -> str:
+    """Say where what was built at one point is wrong at another, of moderate sizes without 1; empty where it is right."""
+    point = workpiece.first_point
+    other = workpiece.sizes(point)
+    if other == sizes or prod(other.values()) > max(prod(sizes.values()), _MOST_ELEMENTS["cpu"]):
+        return ""
+    args, kwargs = work.call_at(other)
+    written = workpiece.opened.written_in(args, kwargs)
+    given = example_args(workpiece.opened, args, kwargs)
+    written.restore()
+    region = at_one_size(workpiece.opened, given, written).regions[0]
+    check = check_region(region, served.graph_at(point).forward)
+    written.restore()
+    error = f"relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
+    return "" if check.is_passed else f"all rewrites together, at {_text(other)}: {error}"
 
 
 def _row_of(fusion: BuiltFusion) -> ShapeFusion:

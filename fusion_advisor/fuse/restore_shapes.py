@@ -25,7 +25,7 @@ from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
-from fusion_advisor.fuse.shapes.pieces import Piece
+from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, find_again
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
@@ -62,12 +62,17 @@ def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) 
         for call in calls:
             rows = [piece for piece in ranges.pieces if piece.call == call.name]
             work = _Restoring(loaded, saved, call, Path(folder))
-            pieces = call.pieces(work.capture)
-            if [piece.box for piece in pieces] != [piece.ranges for piece in rows]:
-                raise _mismatch(saved, "the model makes other pieces of the ranges")
+            try:
+                pieces = find_again(call.ranges, [(row.ranges, _is_served(row)) for row in rows], work.capture)
+            except OtherPieces as error:
+                raise _mismatch(saved, "the model makes other pieces of the ranges") from error
             served = [work.piece(piece, row) for piece, row in zip(pieces, rows, strict=True)]
             tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=call.may_record))
     fused.serve(tables, generate_of(loaded, calls))
+
+
+def _is_served(row: ShapePiece) -> bool:
+    return any(not point.reason for point in row.points)
 
 
 def _mismatch(saved: SavedPlan, detail: str) -> PlanMismatch:
@@ -88,25 +93,32 @@ class _Restoring:
 
     def piece(self, piece: Piece, row: ShapePiece) -> ServedPiece:
         """Build one piece and check it at its points."""
-        if piece.opened is None or not any(not point.reason for point in row.points):
+        if piece.opened is None:
             points = [Served(sizes=dict(point.sizes), module=None, reason=point.reason) for point in row.points]
-            return serving(piece, points)
+            return serving(replace(piece, refusal=row.refusal), points)
         change_layouts(piece.opened, row.layouts)
         work = Workpiece(piece)
         if work.graph_hash() != row.graph:
             raise _mismatch(self._saved, f"at {', '.join(one.text for one in row.ranges)} the model makes another graph")
         kernels = {kernel.name: kernel for kernel in row.kernels}
-        served = [self._point(work, point, kernels) for point in row.points]
+        fusions: dict[ShapeFusion, BuiltFusion] = {}
+        served = [self._point(work, point, kernels, fusions) for point in row.points]
         work.forget_records()
         return serving(piece, served)
 
-    def _point(self, work: Workpiece, row: ShapePoint, kernels: Mapping[str, RenderedKernel]) -> Served:
+    def _point(
+        self, work: Workpiece, row: ShapePoint, kernels: Mapping[str, RenderedKernel], known: dict[ShapeFusion, BuiltFusion]
+    ) -> Served:
+        """Build one point and check it; ``known`` gets the fusions: most stay at several points of a piece."""
         sizes = dict(row.sizes)
         if row.reason:
             return Served(sizes=sizes, module=None, reason=row.reason)
         try:
-            fusions = [self._fusion(work, one, kernels[one.kernel], f"S{n}") for n, one in enumerate(row.fusions, start=1)]
-            served = finished(work, build(work, fusions, row.passes), sizes, with_flags=DROP_MASKS.id in row.passes)
+            for one in row.fusions:
+                if one not in known:
+                    known[one] = self._fusion(work, one, kernels[one.kernel], f"S{len(known) + 1}")
+            module = build(work, [known[one] for one in row.fusions], row.passes)
+            served = finished(work, module, sizes, with_flags=DROP_MASKS.id in row.passes)
         except (NoOneProgram, CannotLower, KernelBuildFailed, LooksAtSizes, KeyError) as error:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
         args, kwargs = self._ranged.at(sizes)

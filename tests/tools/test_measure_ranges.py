@@ -56,6 +56,13 @@ def test_each_stage_has_its_seconds():
         measure_ranges.limits_of(["save"], [1.0])
 
 
+def test_all_stages_together_end_in_time():
+    assert measure_ranges.seconds_left(60.0, None, 500.0) == 60.0
+    assert measure_ranges.seconds_left(60.0, 250.0, 100.0) == 60.0
+    assert measure_ranges.seconds_left(60.0, 250.0, 230.0) == 20.0
+    assert measure_ranges.seconds_left(60.0, 250.0, 300.0) == 0.0
+
+
 @pytest.mark.parametrize(("last_s", "times"), [(0.01, 5), (0.1, 3), (1.0, 1)])
 def test_a_long_call_is_timed_less_often(last_s, times):
     assert measure_ranges._times([9.0, last_s]) == times

@@ -17,8 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fusion_advisor.capture.graph.op_recipe import layout_of
-from fusion_advisor.runtime.torch_internals import fx_trace
+from fusion_advisor.runtime.torch_internals import fx_trace, symbolic_sizes
 
 _IN, _OUT = "_increment_nesting", "_decrement_nesting"
 _LOADS = "lazy_load_decompositions"
@@ -123,7 +122,8 @@ def _key(subgraph: Sequence[Node], inputs: Sequence[Node], results: Sequence[Nod
     code = tuple(
         (node.op, node.target, repr(map_arg((node.args, node.kwargs), lambda one: f"node {numbers[one]}"))) for node in subgraph
     )
-    layouts = tuple(layout_of(node.meta["example_value"]) for node in inputs)
+    values = [node.meta["example_value"] for node in inputs]
+    layouts = tuple(symbolic_sizes.layout_key(value) for value in values)
     return code, layouts, tuple(numbers[node] for node in results)
 
 

@@ -175,7 +175,10 @@ def capture_open(
         with dynamo.without_logged_guard_errors(), symbolic_sizes.ones_among_the_sizes():
             live = capture_regions(model, args, kwargs, model_id=model_id, with_lines=False)
     except CannotCapture as error:
-        raise _one_size(error) from error
+        why = _why_one_size(error)
+        if why is None:
+            raise
+        raise OneSizeOnly(why) from error
     except Exception as error:
         why = symbolic_sizes.why_fixed(error)
         if why is None:
@@ -217,10 +220,9 @@ def opened_by_dynamo(region: Region) -> OpenCapture:
     return OpenCapture(live=live, sizes=sizes, names=names, guards=(), environment=environment, numbers=numbers)
 
 
-def _one_size(error: CannotCapture) -> Exception:
+def _why_one_size(error: CannotCapture) -> str | None:
     cause = error.__cause__
-    why = symbolic_sizes.why_fixed(cause) if isinstance(cause, Exception) else None
-    return error if why is None else OneSizeOnly(why)
+    return symbolic_sizes.why_fixed(cause) if isinstance(cause, Exception) else None
 
 
 def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]) -> OpenCapture:

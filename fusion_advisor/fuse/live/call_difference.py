@@ -1,11 +1,19 @@
-"""Names the input that makes a call differ from the calls that were verified."""
+"""Names what makes a call differ from the calls that were verified: an input, or the way in which a model is served."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+_PAGED = ("cache", "read_index", "write_index")
+CONTINUOUS_BATCHING = "it is a step of continuous batching: its paged KV cache has other tables and another mask at each step"
+
+
+def is_continuous_batching(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is a step of ``generate_batch``: transformers passes its paged cache, and which pages to read and write."""
+    return all(name in kwargs for name in _PAGED)
 
 
 def describe_difference(key: Any, verified: Iterable[Any]) -> str:

@@ -21,7 +21,7 @@ from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_i
 from fusion_advisor.errors import AdvisorError, HalfWritten
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
 from fusion_advisor.fuse.direct.direct_call import Shortcut
-from fusion_advisor.fuse.live.call_difference import describe_difference
+from fusion_advisor.fuse.live.call_difference import CONTINUOUS_BATCHING, describe_difference, is_continuous_batching
 from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, parts_of, sharing, signature
 from fusion_advisor.fuse.live.graph_table import GraphTable
 from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
@@ -119,8 +119,9 @@ class FusedModel(InPlace):
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
                 calls run the original ops), or the original ops ran after a CUDA graph had been launched ahead of them.
         """
-        if dispatcher.is_mode_active() or dispatcher.is_transformed():  # a mode would see what is read of the tensors below
-            self._fallbacks.add(_MODE if dispatcher.is_mode_active() else TRANSFORMED)
+        unread = _why_unread(kwargs)
+        if unread:
+            self._fallbacks.add(unread)
             return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
@@ -315,6 +316,15 @@ class FusedModel(InPlace):
                 call.shortcut.forget()
         for piece in (piece for table in self.shapes for piece in table.pieces):
             piece.forget()
+
+
+def _why_unread(kwargs: Mapping[str, Any]) -> str:
+    """Say why a call runs the original ops without a look at what it passes; empty for any other call."""
+    if dispatcher.is_mode_active():  # it would see what is read of the tensors
+        return _MODE
+    if dispatcher.is_transformed():
+        return TRANSFORMED
+    return CONTINUOUS_BATCHING if is_continuous_batching(kwargs) else ""
 
 
 class _Refused(Exception):

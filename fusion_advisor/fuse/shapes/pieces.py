@@ -10,14 +10,19 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt
+from math import isqrt, prod
 
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture
+from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import SizeRange
 
 MOST_PIECES = 12
 """Captures of one model; a model with more cases is no model of any size."""
+_EACH_ITS_OWN = 3
+"""Pieces of a single size each, after which a range is taken to have another graph for each of its sizes."""
 _LARGEST_SAMPLE = 64
+_APART = 8
+"""Points whose products differ by less are one: what pays at one pays at the other."""
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 
 Box = tuple[SizeRange, ...]
@@ -58,8 +63,8 @@ def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MO
         sample = sample_of(box)
         try:
             opened = capture(sample)
-        except OneSizeOnly as error:
-            found.append(Piece(box=box, refusal=str(error)))
+        except (OneSizeOnly, CannotCapture) as error:
+            found.append(Piece(box=box, refusal=str(error.facts["detail"] if isinstance(error, CannotCapture) else error)))
             continue
         own = _largest_box(box, sample, opened)
         if own is None:
@@ -67,7 +72,67 @@ def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MO
             continue
         found.append(Piece(box=own, opened=opened))
         waiting += _rest(box, own)
+        name = _size_of_many_graphs(ranges, found, most)
+        if name:
+            return [Piece(box=tuple(ranges), refusal=f"the model makes another graph for each size of {name}")]
     return found
+
+
+class OtherPieces(Exception):
+    """A model that no longer makes the pieces that it was decided for."""
+
+
+def find_again(ranges: Sequence[SizeRange], known: Sequence[tuple[Box, bool]], capture: Capture) -> list[Piece]:
+    """Capture the pieces that something stays in, at the sizes at which :func:`find_pieces` did; the others need no graph.
+
+    Args:
+        ranges: of all sizes.
+        known: the box of each piece in order, and whether something stays in it.
+        capture: at some sizes.
+
+    Raises:
+        OtherPieces: a graph serves other sizes than its piece has.
+    """
+    waiting = [tuple(ranges)]
+    found: list[Piece] = []
+    for own, is_served in known:
+        if not waiting:
+            raise OtherPieces
+        box = waiting.pop(0)
+        opened = None
+        if is_served:
+            try:
+                opened = capture(sample_of(box))
+            except (OneSizeOnly, CannotCapture) as error:
+                raise OtherPieces from error
+        if not _lies_in(own, box) or (opened is not None and _largest_box(box, sample_of(box), opened) != own):
+            raise OtherPieces
+        found.append(Piece(box=own, opened=opened))
+        waiting += _rest(box, own)
+    if waiting:
+        raise OtherPieces
+    return found
+
+
+def _lies_in(own: Box, box: Box) -> bool:
+    names = [one.name for one in box]
+    return names == [one.name for one in own] and all(
+        whole.holds(part.least) and whole.holds(part.most) for whole, part in zip(box, own, strict=True)
+    )
+
+
+def _size_of_many_graphs(ranges: Sequence[SizeRange], found: Sequence[Piece], most: int) -> str:
+    """Return the dim of which each size has a graph of its own, more than may be; empty where there is none.
+
+    Torch's associative scan (Mamba's, on a CPU) is such a model: its levels follow the bits of the length.
+    """
+    boxes = [piece.box for piece in found if piece.opened is not None]
+    for place, whole in enumerate(ranges):
+        own = [box[place] for box in boxes]
+        is_alone = all(one.least == one.most > 1 for one in own) and len({one.least for one in own}) >= _EACH_ITS_OWN
+        if is_alone and whole.most - whole.least >= most:
+            return whole.name
+    return ""
 
 
 def sample_of(box: Box) -> dict[str, int]:
@@ -148,3 +213,29 @@ def _rest(box: Box, own: Box) -> list[Box]:
 def contains(box: Box, sizes: Mapping[str, int]) -> bool:
     """Whether sizes lie in a box."""
     return all(one.holds(sizes[one.name]) for one in box)
+
+
+def points_of(box: Box, *, most: int, asked: Sequence[Mapping[str, int]] = ()) -> list[dict[str, int]]:
+    """Return the sizes at which rewrites are decided.
+
+    Args:
+        box: of a piece.
+        most: product of the sizes at the largest point.
+        asked: sizes by name, by the user; those inside are taken as they are.
+    """
+    names = [one.name for one in box]
+    mine = [{name: point[name] for name in names} for point in asked if all(one.holds(point[one.name]) for one in box)]
+    if mine:
+        return [point for at, point in enumerate(mine) if point not in mine[:at]]
+    least, largest = {one.name: one.least for one in box}, {one.name: one.most for one in box}
+    while prod(largest.values()) > most and any(largest[one.name] > one.least for one in box):
+        widest = max(box, key=lambda one: largest[one.name] / one.least)
+        largest[widest.name] = max(widest.least, largest[widest.name] // 2)
+    middle = {name: isqrt(least[name] * largest[name]) for name in names}
+    found = [least]
+    for point in (middle, largest):
+        if prod(point.values()) >= _APART * prod(found[-1].values()):
+            found.append(point)
+    if found[-1] is not largest and prod(largest.values()) > prod(found[-1].values()) and len(found) > 1:
+        found[-1] = largest
+    return found

@@ -146,12 +146,12 @@ def serving(piece: Piece, points: Sequence[Served]) -> ServedPiece:
     """Return a piece that is ready to serve.
 
     Args:
-        piece: with its graph; without one the original ops run.
+        piece: with its graph; without one the original ops run, with its reason or the points'.
         points: what runs near which sizes.
     """
     opened = piece.opened
     if opened is None:
-        return ServedPiece(box=piece.box, compiled=None, route=None, slots={}, points=(), refusal=piece.refusal)
+        return ServedPiece(box=piece.box, compiled=None, route=None, slots={}, points=tuple(points), refusal=piece.refusal)
     region = opened.region
     return ServedPiece(
         box=piece.box, compiled=opened.live.compiled, route=region.route, slots=opened.slots(), points=tuple(points),

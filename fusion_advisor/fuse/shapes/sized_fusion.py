@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
+from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.capture.graph.op_records import describe, tensor_metas
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
@@ -25,7 +27,7 @@ from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.size_values import flagged, keep_size_values
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.operand_names import named_like
-from fusion_advisor.ir.program import Program
+from fusion_advisor.ir.program import Program, layout_key
 from fusion_advisor.ir.sized_program import NoOneProgram, SizedProgram, points_for, require_same, sized_program
 from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.records import OpNode, RenderedKernel, TensorMeta
@@ -119,6 +121,25 @@ class Workpiece:
             found.append((value.dtype, tuple(map(symbolic_sizes.expression_of, sizes))))
         return tuple(found)
 
+    def form_of(self, members: Sequence[int], given: Sequence[int]) -> tuple[Any, ...]:
+        """Return what is equal for sites whose ops are the same on the same layouts at all sizes.
+
+        Args:
+            members: op indices of a site.
+            given: of what it reads.
+        """
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, Node):
+                return repr(value)
+            size = value.meta.get("val")
+            return symbolic_sizes.expression_of(size) if symbolic_sizes.is_size(size) else ""
+
+        nodes = [self._nodes[index] for index in members]
+        code = tuple((node.target, *map(plain, pytree.tree_leaves((node.args, node.kwargs)))) for node in nodes)
+        made = tuple(symbolic_sizes.layout_key(one) for node in nodes for one in tensors_of(node.meta["val"]))
+        return code, made, self.layout_of(given)
+
     def names_in(self, program: SizedProgram, lowered: Lowered) -> tuple[str, ...]:
         """Return the open dims that a site's launch depends on: a norm of the new token's row is the same for any KV cache."""
         leaves = list(self._leaves)
@@ -170,6 +191,8 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
     Raises:
         NoOneProgram: its kernel serves some sizes alone.
     """
+    if len(_alike(work, fusion)) > 1:
+        raise NoOneProgram("its sites are other programs at other sizes")
     first = fusion.planned.sites[0]
     program = work.program(fusion.planned.chain.sites[0].op_indices, first.outputs, model=fusion.planned.program)
     kernel, built = _kernel_for_all_sizes(fusion, program, work)
@@ -188,6 +211,46 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
             )
         )  # fmt: skip
     return replace(fusion, kernel=kernel, built=built, sites=tuple(sites))
+
+
+def _alike(work: Workpiece, fusion: BuiltFusion) -> list[list[int]]:
+    """Return the places of a fusion's sites in groups that are one program each at all sizes.
+
+    Where it was built, sites may be alike by chance: a dim of one element lies the same wherever it stands.
+    """
+    planned = fusion.planned
+    groups: dict[Any, list[int]] = {}
+    for place, (site, lowered) in enumerate(zip(planned.chain.sites, planned.sites, strict=True)):
+        groups.setdefault(work.form_of(site.op_indices, lowered.given), []).append(place)
+    if len(groups) == 1:
+        return list(groups.values())
+    by_program: dict[Any, list[int]] = {}
+    for places in groups.values():
+        try:
+            site, outputs = planned.chain.sites[places[0]], planned.sites[places[0]].outputs
+            program = work.program(site.op_indices, outputs, model=planned.program)
+        except NoOneProgram:
+            by_program[places[0]] = places
+        else:
+            by_program.setdefault((layout_key(program.example), program.forms), []).extend(places)
+    return list(by_program.values())
+
+
+def _parts(work: Workpiece, fusion: BuiltFusion) -> list[BuiltFusion]:
+    """Return a fusion as several, each of sites that are one program at all sizes."""
+    planned, groups = fusion.planned, _alike(work, fusion)
+    if len(groups) == 1:
+        return [fusion]
+    return [
+        replace(
+            fusion,
+            planned=replace(
+                planned, chain=replace(planned.chain, sites=tuple(planned.chain.sites[place] for place in places)),
+                sites=tuple(planned.sites[place] for place in places),
+            ),
+        )
+        for places in groups
+    ]  # fmt: skip
 
 
 def _bound(
@@ -225,7 +288,7 @@ def _kernel_for_all_sizes(fusion: BuiltFusion, program: SizedProgram, work: Work
 def all_sized(work: Workpiece, fusions: Sequence[BuiltFusion]) -> tuple[list[BuiltFusion], list[tuple[str, str]]]:
     """Return the fusions that serve every size of a piece, and the others' kernels with the reason."""
     found, dropped = [], []
-    for fusion in fusions:
+    for fusion in [part for whole in fusions for part in _parts(work, whole)]:
         try:
             found.append(sized(work, fusion))
         except NoOneProgram as error:

@@ -54,6 +54,14 @@ def is_size(value: object) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
+def layout_key(value: Any) -> tuple[Any, ...]:
+    """Return what is equal for sizes, and for tensors of equal layouts, whether their sizes are open or not; it can be hashed."""
+    if not isinstance(value, torch.Tensor):
+        return (expression_of(value),)
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    return (value.dim(), *map(expression_of, sizes), value.dtype, value.device)
+
+
 def is_symbolic(value: object) -> bool:
     """Whether a value is a size, or a tensor with a size, that is no number."""
     if isinstance(value, torch.Tensor):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, capture_open
 from fusion_advisor.fuse.shapes import pieces
-from fusion_advisor.fuse.shapes.pieces import contains, find_pieces, sample_of
+from fusion_advisor.fuse.shapes.pieces import OtherPieces, contains, find_again, find_pieces, sample_of
 from fusion_advisor.records import SizeRange
 from tests.capture.sizes.test_open_capture import DIMS, Rows
 
@@ -17,14 +18,20 @@ BATCH, SEQ = SizeRange(name="batch", least=1, most=16), SizeRange(name="seq", le
 
 
 def found(look, ranges=(BATCH, SEQ), **limits):
+    return find_pieces(ranges, capturing(look), **limits)
+
+
+def capturing(look, sizes_seen=None):
     model = Rows(look).eval()
 
     def capture(sizes):
+        if sizes_seen is not None:
+            sizes_seen.append(dict(sizes))
         x = torch.randn(sizes.get("batch", 2), sizes.get("seq", 3), 8)
         dims = {"x": tuple(name if name in sizes else "" for name in DIMS["x"])}
         return capture_open(model, (), {"x": x}, dims)
 
-    return find_pieces(ranges, capture, **limits)
+    return capture
 
 
 def texts(found_pieces):
@@ -119,3 +126,41 @@ def test_samples_are_different_primes_of_moderate_size():
     assert sample_of(box) == {"batch": 5, "seq": 11}
     assert sample_of((SizeRange(name="seq", least=1000, most=1003),)) == {"seq": 1000}
     assert sample_of((SizeRange(name="batch", least=1, most=1), SizeRange(name="seq", least=1, most=1))) == {"batch": 1, "seq": 1}
+
+
+def branches(x):
+    return x.relu() if x.shape[1] > 32 else x.sin() if x.shape[0] > 8 else x
+
+
+def test_pieces_are_captured_again_where_they_were_and_only_those_that_serve():
+    first, again = [], []
+    pieces_then = find_pieces((BATCH, SEQ), capturing(branches, first))
+    served = [place % 2 == 0 for place in range(len(pieces_then))]
+    known = [(piece.box, is_served) for piece, is_served in zip(pieces_then, served, strict=True)]
+    pieces_now = find_again((BATCH, SEQ), known, capturing(branches, again))
+    assert texts(pieces_now) == texts(pieces_then)
+    assert [piece.opened is not None for piece in pieces_now] == served
+    assert again == [sizes for sizes, is_served in zip(first, served, strict=True) if is_served]
+    assert len(served) > 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda known: known[:-1],
+        lambda known: [*known, known[-1]],
+        lambda known: [(known[1][0], True), *known[1:]],
+        lambda known: [((BATCH, SizeRange(name="seq", least=1, most=200)), False), *known[1:]],
+    ],
+    ids=["one less", "one more", "another box", "a box outside"],
+)
+def test_other_pieces_than_were_decided_are_refused(change):
+    known = [(piece.box, True) for piece in found(branches)]
+    with pytest.raises(OtherPieces):
+        find_again((BATCH, SEQ), change(known), capturing(branches))
+
+
+def test_a_model_that_branches_elsewhere_makes_other_pieces():
+    known = [(piece.box, True) for piece in found(branches)]
+    with pytest.raises(OtherPieces):
+        find_again((BATCH, SEQ), known, capturing(lambda x: x.relu() if x.shape[1] > 33 else x))
