@@ -156,7 +156,6 @@ def test_where_steps_are_not_timed_the_row_says_bytes_alone(more):
     ("more", "activation"),
     [({"memory_budget": 0.5}, functional.gelu), ({"skip": (GELU_CHECKPOINT.id,)}, functional.gelu), ({}, torch.neg)],
     ids=["a budget", "skipped", "no activation"],
-    ids=str,
 )
 def test_no_row_under_a_budget_where_it_is_skipped_or_without_an_activation(more, activation):
     graph = judged(options=replace(OPTIONS, **more), activation=activation)
