@@ -22,7 +22,6 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
-from fusion_advisor.fuse.live.model_check import Wide
 from fusion_advisor.fuse.loss.budget import row_of_budget
 from fusion_advisor.fuse.loss.recompute_options import RECOMPUTE_OPTIONS, RecomputeOption, row_of_option, verdict_on_option
 from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside, verdict_on_loss
@@ -35,7 +34,7 @@ from fusion_advisor.fuse.step_graph.step_graph import StepGraph
 from fusion_advisor.fuse.step_graph.trial import try_step_graph
 from fusion_advisor.fuse.train.both_passes import BothPasses, Half
 from fusion_advisor.fuse.train.flag_trial import FlaggedGraph
-from fusion_advisor.fuse.train.gradients import LostGradient, Rows, TrainingStep, WideWithSameNumbers, check_gradients
+from fusion_advisor.fuse.train.gradients import LostGradient, Rows, TrainingStep, check_gradients, wide_run
 from fusion_advisor.fuse.train.recomputed import kept_bytes, recomputed
 from fusion_advisor.records import Capture, GraphRewrite, ModelCheck, Recomputed, Status
 from fusion_advisor.timing.host_timer import HostTimer
@@ -366,20 +365,20 @@ class TrainedGraph:
             f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}"
         ), found
 
-    def _wide(self, step: TrainingStep, dtype: torch.dtype) -> Rows:
+    def _wide(self, step: TrainingStep, dtype: torch.dtype, rounds: int | None = None) -> Rows:
         """Run the ops as the model calls them in a wider dtype, or all but attention where that does not fit.
 
         In fp32 and fp64 a GPU runs attention by its formula, which keeps the scores of all layers for the backward pass.
         """
         assert self._traced is not None
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            return step.run(self._drops(Wide(self._traced, dtype).run), wide=dtype, seed=_SEED)
+            return step.run(self._drops(wide_run(self._traced, dtype, rounds)), wide=dtype, seed=_SEED)
         release_cached_memory()
-        return self._wide_halves(step, dtype)
+        return self._wide_halves(step, dtype, rounds)
 
-    def _wide_halves(self, step: TrainingStep, dtype: torch.dtype) -> Rows:
+    def _wide_halves(self, step: TrainingStep, dtype: torch.dtype, rounds: int | None = None) -> Rows:
         """Run both passes as they were traced in a wider dtype, with the random numbers that the narrow ops draw."""
-        return self._run_plain(step, lambda graph: WideWithSameNumbers(graph, dtype).run, dtype)
+        return self._run_plain(step, lambda graph: wide_run(graph, dtype, rounds, has_same_numbers=True), dtype)
 
     def _run_plain(self, step: TrainingStep, instead: Callable[[GraphModule], Call], wide: torch.dtype | None = None) -> Rows:
         """Run both passes of the graph as dynamo captured it, with other calls in their place."""
