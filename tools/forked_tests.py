@@ -93,7 +93,8 @@ class ForkedTests:
             process.join()
             lines = list(_lines(self.results, ended))
             left = left_by(lines, len(items))
-            in_vain = 0 if any(line["outcome"] != "crashed" for line in lines) else in_vain + 1
+            has_result = any(line["outcome"] != "crashed" for line in lines)
+            in_vain = 0 if has_result else in_vain + bool(lines or process.exitcode)  # a worker may find no test left
             if in_vain > _MOST_IN_VAIN:
                 said = (self.results / f"{ended}.txt").read_text(encoding="utf-8", errors="replace")
                 _kill(alive)

@@ -62,6 +62,13 @@ def test_right_tests_end_with_0(tmp_path):
     assert (done.returncode, found) == (0, {"test_one": "passed"}), done.stdout
 
 
+def test_workers_that_find_no_test_left_are_no_fault(tmp_path):
+    text = "import time, pytest\n@pytest.mark.parametrize('n', range(12))\ndef test_it(n):\n    time.sleep(0.3)\n"
+    done, found = run(tmp_path, text, "--workers", "12")
+    assert done.returncode == 0, done.stdout
+    assert len(found) == 12
+
+
 def test_workers_that_end_with_their_first_test_end_the_run(tmp_path):
     text = "import os, pytest\n@pytest.mark.parametrize('n', range(60))\ndef test_it(n):\n    print('no GPU')\n    os._exit(3)\n"
     done, found = run(tmp_path, text)
