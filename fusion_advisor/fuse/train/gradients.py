@@ -126,7 +126,7 @@ def check_gradients(ours: Rows, theirs: Rows, wide: Callable[..., Rows]) -> Mode
     were 0.6 to 1.8 times as far from fp64 as eager's, all together up to 1.5 times.
 
     A loss is one number, and eager's error of it may be small by luck: with 32,768 tokens of GPT-2 in bf16 3e-8, one unit of
-    fp32, where kernels whose gradients were all right were 4e-6 away. So an output of few numbers that does not keep to its limit
+    fp32, where fused kernels were 4e-6 away. So an output of few numbers that does not keep to its limit
     is judged again with the errors of other ways to round.
 
     Args:
