@@ -59,7 +59,8 @@ class _Output:
         """Return the error in multiples of its limit."""
         unit = unit_of(self.ours.dtype)
         if oracle_name == "eager":
-            return self.between.rel_l2 / (8 * unit)
+            usual = math.hypot(*self.drawn) / math.sqrt(max(len(self.drawn), 1))
+            return self.between.rel_l2 / max(8 * unit, self.factor * usual)
         return self.ours_error.rel_l2 / max(self.factor * self.own, unit)
 
     @property
@@ -196,7 +197,8 @@ def _limit(worst: _Output, oracle_name: str, tolerance: Tolerance | None) -> str
         return str(tolerance)
     if oracle_name == "eager":
         units = f"8 units in the last place of {str(worst.ours.dtype).removeprefix('torch.')}"
-        return f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit_of(worst.ours.dtype):.2g} ({units})"
+        drawn = f", or {worst.factor:.2g} × what {len(worst.drawn)} other ways to round eager's ops change" if worst.drawn else ""
+        return f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit_of(worst.ours.dtype):.2g} ({units}{drawn})"
     factor = worst.factor
     few = "" if factor == worst.least_factor else f"; {worst.ours.numel()} numbers say little of it"
     few = "; eager has no digit right" if worst.theirs_error.rel_l2 >= 1 else few

@@ -192,7 +192,7 @@ def _why_wrong(calls: Sequence[_Call], way: dict[str, bool], check: Callable[...
     for call in calls:
         own = call.one_head()
 
-        def wider(dtype: torch.dtype, _seed: int | None = None, *, call: _Call = call) -> Rows:
+        def wider(dtype: torch.dtype | None, _seed: int | None = None, *, call: _Call = call) -> Rows:
             return call.one_head(dtype).run(**before)
 
         found = check(own.run(**way), own.run(**before), wider)

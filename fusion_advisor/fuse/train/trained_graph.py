@@ -365,7 +365,7 @@ class TrainedGraph:
             f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}"
         ), found
 
-    def _wide(self, step: TrainingStep, dtype: torch.dtype, rounds: int | None = None) -> Rows:
+    def _wide(self, step: TrainingStep, dtype: torch.dtype | None, rounds: int | None = None) -> Rows:
         """Run the ops as the model calls them in a wider dtype, or all but attention where that does not fit.
 
         In fp32 and fp64 a GPU runs attention by its formula, which keeps the scores of all layers for the backward pass.
@@ -376,7 +376,7 @@ class TrainedGraph:
         release_cached_memory()
         return self._wide_halves(step, dtype, rounds)
 
-    def _wide_halves(self, step: TrainingStep, dtype: torch.dtype, rounds: int | None = None) -> Rows:
+    def _wide_halves(self, step: TrainingStep, dtype: torch.dtype | None, rounds: int | None = None) -> Rows:
         """Run both passes as they were traced in a wider dtype, with the random numbers that the narrow ops draw."""
         return self._run_plain(step, lambda graph: wide_run(graph, dtype, rounds, has_same_numbers=True), dtype)
 

@@ -161,3 +161,40 @@ def test_views_and_what_is_written_in_place_are_not_rounded_twice():
     graph = make_fx(parts, tracing_mode="fake")(x)
     view, first = wide_run(graph, torch.float64, 0)(x.double())
     assert view[0, 0] == first and (view.flatten() != (x.double() + 1) * 2).any()
+
+
+@pytest.mark.parametrize(("error", "is_passed"), [(1e-5, True), (1e-3, False)])
+def test_without_a_truth_a_loss_may_be_as_far_as_other_rounding_moves_it(error, is_passed):
+    """Eight units of fp32 are 9.5e-7."""
+
+    def wide(dtype, seed=None):
+        if dtype is not None:
+            raise RuntimeError(f"no kernel for {dtype}")
+        return [("loss", torch.tensor(10.9 * (1 + 4e-6 * (-1) ** seed)))]
+
+    ours, theirs = ([("loss", torch.tensor(10.9 * (1 + times))), *rows(0.0, 1)] for times in (error, 0.0))
+    found = check_gradients(ours, theirs, wide)
+    assert found.oracle == "eager" and found.is_passed is is_passed
+    assert "what 4 other ways to round eager's ops change" in found.limit
+
+
+def test_memory_that_ends_while_errors_are_drawn_leaves_those_that_there_are():
+    def wide(dtype, seed=None):
+        if seed == 1:
+            raise torch.OutOfMemoryError("of one more step")
+        return [("loss", torch.tensor(10.9 * (1 + 2e-6 * (seed is not None)), dtype=dtype)), *TRUTH]
+
+    ours, theirs = ([("loss", torch.tensor(10.9 * (1 + times)).double()), *rows(1e-5, 1)] for times in (4e-6, 1e-9))
+    found = check_gradients(ours, theirs, wide)
+    assert found.is_passed, found
+
+
+def test_ops_keep_their_dtypes_where_rounding_alone_changes():
+    generator = seeded(0)
+    values = [torch.randn(shape, generator=generator).bfloat16() for shape in ((256, 32), (32, 64), (64, 97))]
+    labels = torch.randint(0, 97, (256,), generator=generator)
+    graph = make_fx(loss_of, tracing_mode="fake")(*values, labels)
+    found = [wide_run(graph, None, seed)(*values, labels) for seed in (0, 0, 1)]
+    eager = loss_of(*values, labels)
+    assert found[0] == found[1] != found[2] and found[0].dtype == torch.float32
+    assert 1e-8 < abs(found[0] - eager) / eager < 1e-3
