@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import OURS, OURS_COMPILED, Baseline, Report, StepCheck, Timing
+from fusion_advisor.records import EAGER, OURS, OURS_COMPILED, Baseline, Report, Timing
 from fusion_advisor.report.training.step_rows import mfu
 
 RANDOM = "other random numbers"
@@ -87,13 +87,14 @@ def _row(report: Report, row: Baseline, own: Timing | None) -> WayRow:
         rate=units.number(round(parts.tokens * 1e9 / time.median_ns)) if parts and parts.tokens else "–",
         mfu=mfu(report, time.median_ns), memory=units.size(step.peak_memory_bytes) if step.peak_memory_bytes else "–",
         whole_memory=units.size(row.optimizer_peak_bytes) if row.optimizer_peak_bytes else "–",
-        check=_checked(row.check), is_wrong=not row.is_right,
+        check=_checked(row), is_wrong=not row.is_right,
     )  # fmt: skip
 
 
-def _checked(check: StepCheck | None) -> str:
+def _checked(row: Baseline) -> str:
+    check = row.check
     if check is None:
-        return "not checked"
+        return "the others are compared with it" if row.name == EAGER else "not checked"
     if not check.is_passed:
         return f"wrong: {check.reason}"
     loss = f"loss {check.loss:.5g}"
