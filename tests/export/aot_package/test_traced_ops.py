@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from fusion_advisor.export.package import files_of_ops
 from fusion_advisor.export.printed import ops_listed
 from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.fuse.decide.session import LinearSource
+from tests.export.extension import native
 from tests.export.test_other_rewrites import meta
 
 SCRIPT = Path(__file__).with_name("trace_ops.py")
@@ -70,3 +72,15 @@ def test_launches_are_of_the_run(traced):
     _, found = traced
     assert [one["grid"] for one in found["kernels"]] == [[[2, 1, 1]], [[3, 1, 1]]]
     assert [one["configs"][0][0] for one in found["kernels"]] == [2, 8]
+
+
+def test_cuda_kernels_stay_calls_of_ops_beside_triton_kernels():
+    """The trace launches them through NVRTC; the compiled model calls the op library's."""
+    gelu, gated = native.ops()[0], native.gated()
+    ops = [gelu, op_of(NORMED, FMA), gated]
+    listed = traced_ops({**ops_listed(ops), "name": "mixed_ops", "device": "cuda"}, ops)
+    assert in_library(ops) == (gelu, gated)
+    assert [row.get("register", "kernel_op") for row in listed["ops"]] == ["kernel_op", "traced_op", "kernel_op"]
+    source = rendered("export/ops.py", listed).decode()
+    imports = {name.name for node in ast.parse(source).body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert {"cuda_launcher", "tensor_map_launcher", "traced_launcher", "traced_op", "kernel_op"} <= imports
