@@ -84,11 +84,8 @@ def run(row: Row, to: Path, options: Sequence[str], limit_s: float, words_of: Ca
     """Run a row, or end it at its limit so that it writes what it has; returns its exit code."""
     with (to / f"{row.name}.txt").open("w", encoding="utf-8") as printed:
         process = subprocess.Popen(words_of(row, to / row.name, options), stdout=printed, stderr=subprocess.STDOUT)
-        for patience_s in (
-            limit_s,
-            _PATIENCE_S,
-            _PATIENCE_S,
-        ):  # the first interrupt waits for what is at work, the second does not
+        # The first interrupt waits for what is at work, the second does not.
+        for patience_s in (limit_s, _PATIENCE_S, _PATIENCE_S):
             try:
                 return process.wait(timeout=patience_s)
             except subprocess.TimeoutExpired:
