@@ -12,7 +12,8 @@ import torch
 
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, ours_compiled, peers
+from fusion_advisor.fuse.baselines.contenders import Contender, ours_compiled, peers
+from fusion_advisor.fuse.baselines.measure_contenders import measure_all
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.installed import Installed, Job, Measured
 from fusion_advisor.fuse.live.fused_model import FusedModel

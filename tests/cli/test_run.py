@@ -14,7 +14,8 @@ import pytest
 
 from fusion_advisor.cli.common import console, core
 from fusion_advisor.errors import CannotCapture
-from fusion_advisor.fuse.baselines.contenders import Contender, measure_all
+from fusion_advisor.fuse.baselines.contenders import Contender
+from fusion_advisor.fuse.baselines.measure_contenders import measure_all
 from fusion_advisor.records import Status
 from fusion_advisor.records.serialize import load_report, read_capture, read_report
 from fusion_advisor.timing.wall_timer import nothing
@@ -90,7 +91,7 @@ def test_the_log_holds_the_traceback_of_a_baseline_that_fails(run: Run, fake: Co
     fake.on_work = work
     assert run("apply", "org/m").code == 0
     log = (only_run() / "log.txt").read_text()
-    assert "fusion_advisor.fuse.baselines.contenders: peer" in log and "Traceback" in log and "in broken" in log
+    assert "fusion_advisor.fuse.baselines.measure_contenders: peer" in log and "Traceback" in log and "in broken" in log
 
 
 def test_nvtx_prints_the_nsys_line_with_v(run: Run, fake: Core) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, peers
+from fusion_advisor.fuse.baselines.contenders import Contender, peers
+from fusion_advisor.fuse.baselines.measure_contenders import measure_all
 from fusion_advisor.ranks.group import join
 from fusion_advisor.ranks.instruments import instruments_of
 from fusion_advisor.ranks.run import placed

@@ -42,7 +42,7 @@ _USUAL = {2: 0.03, 4: 1e-4, 8: 1e-12}
 """Stands for eager's own error of all gradients where no truth tells it, by the bytes of a parameter."""
 
 _Errors = dict[str, tuple[float, float, float]]
-"""By the name of a gradient: its relative error, and the norms of what it is compared with and of itself."""
+"""By a gradient's name: its relative error, the norm of the gradient that it is compared with, and its own norm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def training_peers(
 
 @dataclass(slots=True)
 class StepWatch:
-    """Adds to each way what a training step's row holds besides its time: a check, and the step with AdamW's behind it.
+    """Checks each way to run a training step, and makes the step with AdamW's after it.
 
     Attributes:
         eager: the model's own ops.
@@ -90,9 +90,9 @@ class StepWatch:
             return None
 
     def larger(self, way: Call) -> Call | None:
-        """Return a way's step with AdamW's behind it; None without an optimizer.
+        """Return a way's step with AdamW's after it; None without an optimizer.
 
         Args:
             way: a step.
         """
-        return self.optimizer.behind(way) if self.optimizer is not None and isinstance(way, TrainingWay) else None
+        return self.optimizer.after(way) if self.optimizer is not None and isinstance(way, TrainingWay) else None

@@ -1,4 +1,4 @@
-"""One way to run a training step, with AdamW's step behind it or without.
+"""One way to run a training step, alone or with AdamW's step after it.
 
 The optimizer runs over copies of the trained parameters and is given the gradients that the step has just made, so it reads them
 in the layout that this way leaves them in, and no weight of the model is written.
@@ -83,8 +83,8 @@ class CopiedAdamW:
             one.nbytes for state in self._optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)
         )
 
-    def behind(self, way: TrainingWay) -> Callable[[], None]:
-        """Return a way's step with this optimizer's behind it.
+    def after(self, way: TrainingWay) -> Callable[[], None]:
+        """Return a way's step with this optimizer's after it.
 
         Args:
             way: of the model whose parameters it was made of.

@@ -87,7 +87,9 @@ class _Unrolled:
     def of(cls, module: GraphModule, node: Node) -> _Unrolled:
         _, weight, _, _, dtype, reduction, ignored, _, rows, asked = node.args
         assert isinstance(weight, Node) and isinstance(asked, Sequence)
-        form = Form(dtype=dtype, reduction=reduction, ignore_index=ignored, rows=rows)  # type: ignore[arg-type]
+        assert isinstance(dtype, torch.dtype)
+        assert isinstance(reduction, int) and isinstance(ignored, int) and isinstance(rows, int)
+        form = Form(dtype=dtype, reduction=reduction, ignore_index=ignored, rows=rows)
         return cls(
             module=module, node=node, form=form, columns=weight.meta["val"].shape[0], asked=(bool(asked[0]), bool(asked[1]))
         )  # fmt: skip

@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step, median_step
 from fusion_advisor.capture.training import TrainingStep
-from fusion_advisor.fuse.baselines.contenders import Contender, measure_all
+from fusion_advisor.fuse.baselines.contenders import Contender
+from fusion_advisor.fuse.baselines.measure_contenders import measure_all
 from fusion_advisor.fuse.baselines.training_peers import StepWatch, training_peers
 from fusion_advisor.fuse.baselines.training_step import TrainingWay, copied_adamw
 from fusion_advisor.fuse.decide import step_profile

@@ -9,8 +9,9 @@ import torch
 
 from fusion_advisor.errors import RankFailed
 from fusion_advisor.fuse.baselines.attempt import Attempt
-from fusion_advisor.fuse.baselines.contenders import Contender, measure_all
+from fusion_advisor.fuse.baselines.contenders import Contender
 from fusion_advisor.fuse.baselines.liger import NotAvailable
+from fusion_advisor.fuse.baselines.measure_contenders import measure_all
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.records import StepProfile
 from fusion_advisor.runtime.torch_internals import dynamo

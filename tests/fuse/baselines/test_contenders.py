@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from fusion_advisor.fuse import after_side
-from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, named, ours_compiled, peers
+from fusion_advisor.fuse.baselines.contenders import Contender, ours_compiled, peers
 from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
 from fusion_advisor.fuse.baselines.liger import NotAvailable
+from fusion_advisor.fuse.baselines.measure_contenders import measure_all, named
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.pipeline import apply_workload

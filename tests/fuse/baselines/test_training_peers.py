@@ -1,4 +1,4 @@
-"""Other ways to run a training step: what is checked of them, AdamW behind each, Liger's patches, the order of the run."""
+"""Other ways to run a training step: what is checked of them, AdamW after each, Liger's patches, the order of the run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from fusion_advisor.fuse.baselines.contenders import Contender, measure_all
+from fusion_advisor.fuse.baselines.contenders import Contender
 from fusion_advisor.fuse.baselines.liger import NotAvailable, liger_model
+from fusion_advisor.fuse.baselines.measure_contenders import measure_all
 from fusion_advisor.fuse.baselines.step_check import OTHER_NUMBERS, reference_of
 from fusion_advisor.fuse.baselines.training_peers import AUTOTUNED, StepWatch, training_peers
 from fusion_advisor.fuse.baselines.training_step import CopiedAdamW, TrainingWay, copied_adamw
@@ -160,7 +161,7 @@ def test_adamw_updates_copies_as_torch_updates_weights_and_writes_no_weight():
     assert moments <= optimizer.state_bytes <= moments + 16 * len(before)
     seen = []
     way = way_of(model, kwargs)
-    step = optimizer.behind(way)
+    step = optimizer.after(way)
     copies = [copy for _, copy in optimizer._pairs]
     optimizer._optimizer.register_step_pre_hook(lambda *_: seen.append([copy.grad for copy in copies]))
     start = [copy.detach().clone() for copy in copies]
@@ -185,8 +186,8 @@ def test_the_optimizer_reads_the_layout_that_a_way_leaves():
     optimizer._optimizer.register_step_pre_hook(
         lambda *_: strides.append(next(copy.grad.stride() for own, copy in optimizer._pairs if own is model.layer.weight))
     )
-    optimizer.behind(way_of(model, kwargs))()
-    optimizer.behind(way_of(model, kwargs, turned))()
+    optimizer.after(way_of(model, kwargs))()
+    optimizer.after(way_of(model, kwargs, turned))()
     assert strides == [(16, 1), (1, 16)]
 
 
@@ -341,4 +342,4 @@ def test_ligers_own_kernels_and_loss_train_a_tiny_llama_as_eager_does():
     assert found.is_passed and found.oracle == "float32" and found.gradients == len(list(model.parameters())), found
     assert liger_model(model)(**kwargs).logits is None and model(**kwargs).logits is not None
     optimizer = copied_adamw(model, on_cuda=True)
-    optimizer.behind(way_of(model, kwargs, liger_model(model)))()
+    optimizer.after(way_of(model, kwargs, liger_model(model)))()

@@ -30,7 +30,7 @@ def test_steps_of_continuous_batching_run_the_original_ops_and_say_why():
     try:
         expected = tokens_of(model)
     except MemoryError:  # before 5.24, where psutil is not installed
-        pytest.skip("this transformers does not find out how much memory the CPU has")
+        pytest.skip("transformers before 5.24 asks psutil how much memory the CPU has: pip install psutil")
     with fa.apply(model, inputs, effort="quick") as fused, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert tokens_of(fused) == expected

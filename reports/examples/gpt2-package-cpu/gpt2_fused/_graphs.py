@@ -54,7 +54,7 @@ class CudaRecorder:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Late:
-    """Stands for a large result in a recorded call: it is made behind each replay, into memory that the caller keeps.
+    """Stands for a large result in a recorded call. The result is made after each replay, in memory of the caller's.
 
     Inside the graph it would be written to the graph's memory and copied out of it.
     """
@@ -119,7 +119,7 @@ class Graphs:
             call: arguments by name.
             tensors: of the call by path: ``input_ids``, ``cache.layers.0.keys``.
             forward: makes the call launch by launch.
-            recorded: makes what a graph holds of it, with :class:`Late` in place of what is made behind it; None: ``forward``.
+            recorded: makes what a graph holds of the call; large results are :class:`Late`. None: ``forward``.
         """
         if self._recorder.is_recording():
             return forward(call)
