@@ -25,13 +25,12 @@ from fusion_advisor.fuse.decide.step_profile import walls
 from fusion_advisor.fuse.installed import LastStage
 from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.live.restore_plan import measure_warm_up
-from fusion_advisor.ranks.common_start import CommonStart
 from fusion_advisor.ranks.group import Ranks, worst_problem
 from fusion_advisor.ranks.recording import TimedRecorder, records_together
 from fusion_advisor.ranks.split import between_ranks, without_waiting
 from fusion_advisor.records import Capture, Launch, ModelCheck, OpNode, Timing
 from fusion_advisor.timing.clock_sampler import Gauge, Watch
-from fusion_advisor.timing.host_timer import CPU_TIME, HostTimer, step_timer
+from fusion_advisor.timing.host_timer import HostTimer, step_timer
 from fusion_advisor.workload.device import is_out_of_memory
 
 COMPILED_S = 600.0
@@ -39,7 +38,7 @@ COMPILED_S = 600.0
 
 
 class AgreedTimer:
-    """A timer whose readings are equal on all ranks. Where the wall clock counts, ranks of one machine begin a run together.
+    """A timer whose readings are equal on all ranks.
 
     Attributes:
         method: of the timings.
@@ -52,13 +51,10 @@ class AgreedTimer:
     def __init__(self, own: HostTimer, ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
-        self._start = CommonStart(ranks)
         self.method = own.method
 
     def time_ns(self, call: Callable[[], object]) -> int:
         """Run a call once and return the slowest rank's nanoseconds."""
-        if self.method != CPU_TIME:  # waiting for another rank takes no processor time that counts
-            self._start.wait()
         return self.agreed_ns(self._own.time_ns(call))
 
     def agreed_ns(self, own_ns: int) -> int:
