@@ -28,7 +28,7 @@ WAYS = {
     OURS: "Ours",
 }  # fmt: skip
 """Columns of the table, by the names of the report."""
-WORDS = ("--phase", "train", "--weights", "random", "--offline", "--max-autotune", "--drop-logits")
+WORDS = ("--phase", "train", "--weights", "random", "--dtype", "bf16", "--offline", "--max-autotune", "--drop-logits")
 """Of every row's command."""
 _PATIENCE_S = 30.0
 """For a run to write what it has, after the interrupt at its limit."""

@@ -25,8 +25,8 @@ def test_rows_are_named_or_spelled_out_and_all_resolve_offline():
     assert all(find_preset(row.model) for row in ROWS) and len({row.name for row in ROWS}) == len(ROWS) == 6
     words = command(ROWS[0], ROWS[0].name, ["--quick"])
     assert " ".join(words[4:]) == (
-        "meta-llama/Llama-3.2-1B --batch 4 --seq-len 2048 --phase train --weights random --offline --max-autotune --drop-logits "
-        "--quick -o llama-3.2-1b --force"
+        "meta-llama/Llama-3.2-1B --batch 4 --seq-len 2048 --phase train --weights random --dtype bf16 --offline --max-autotune "
+        "--drop-logits --quick -o llama-3.2-1b --force"
     )
     assert "--seq-len" not in command(row_of("vit-base"), "x", ())
 

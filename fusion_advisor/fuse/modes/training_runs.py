@@ -146,6 +146,8 @@ def baselines_of(
         # What a CPU has none of is told where it was asked for.
         contenders += [one for one in others if one.is_compiled or job.on_cuda or options.is_peer_asked_for]
     with job.clock.phase("baselines"):
+        # A way holds what is allocated while it is made ready; memory of graphs that are there before would be nobody's.
+        fused.forget_recorded()
         optimizer = copied_adamw(loaded.model, on_cuda=job.on_cuda)
         if isinstance(optimizer, str):
             job.progress.note(f"the step with its optimizer was not timed: {optimizer}")

@@ -101,11 +101,15 @@ class TrainedModel(InPlace):
         with dynamo.raise_recompile_limit(1024), dynamo.without_repeated_warnings():
             return self._compiled(*args, **kwargs)
 
-    def forget(self) -> None:
-        """Free the CUDA graphs of the step, and what dynamo's traces keep of the tensors that were traced."""
+    def forget_recorded(self) -> None:
+        """Free the CUDA graphs of the step; a later step records them again."""
         for graph in self.graphs_of_step:
             if graph.step_graph is not None:
                 graph.step_graph.forget()
+
+    def forget(self) -> None:
+        """Free the CUDA graphs of the step, and what dynamo's traces keep of the tensors that were traced."""
+        self.forget_recorded()
         fake_mode.forget_real_tensors(self._fake_modes)
         self._fake_modes.clear()
 
