@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,11 @@ def _made(loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, p
     files |= op_library_files(found, context)
     made = place / "made"
     _write(made, files)
-    if library:
-        _run([sys.executable, "build.py"], made, "its op library")
-    outputs, eager = _compiled(loaded, saved, found, name, place, tensors)
+    with ThreadPoolExecutor(1) as beside:  # nvcc and AOTInductor take about as long, and neither reads what the other makes
+        built = beside.submit(_run, [sys.executable, "build.py"], made, "its op library") if library else None
+        outputs, eager = _compiled(loaded, saved, found, name, place, tensors)
+        if built is not None:
+            built.result()
     (place / "model.pt2").rename(made / "model.pt2")
     context["agreement"] = _agreement(made, place, outputs, eager)
     files["README.md"] = rendered("export/pt2/README.md", context)
