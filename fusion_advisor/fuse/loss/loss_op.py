@@ -84,17 +84,30 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     operands, (dtype, *_) = inputs[:4], inputs[4:]
     ctx.rest = inputs[4:]
     ctx.dtypes = tuple(None if one is None else one.dtype for one in operands[:3])
-    ctx.save_for_backward(*(operands if is_computed_again(dtype) else output[1:]))
+    ctx.save_for_backward(*(operands if is_computed_again(dtype) else (*output[1:], inputs[3])))
 
 
 def _backward(ctx: Any, of_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     dtype, asked = ctx.rest[0], ctx.rest[-1]
     is_again = is_computed_again(dtype)
-    gradients = _backward_op(of_loss, *ctx.saved_tensors, *ctx.rest) if is_again else ctx.saved_tensors
+    if is_again:
+        gradients = _backward_op(of_loss, *ctx.saved_tensors, *ctx.rest)
+    else:
+        *gradients, labels = ctx.saved_tensors
+        of_loss = _of_rows(of_loss, labels, ctx.rest[2])
     found: list[torch.Tensor | None] = []
     for gradient, own, is_asked in zip(gradients, ctx.dtypes, asked, strict=True):
         found.append(None if not is_asked else gradient.to(own) if is_again else gradient.to(own) * of_loss)
     return *found, *(None for _ in ctx.rest), None  # the labels' is the last
+
+
+def _of_rows(of_loss: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return the loss's gradient, or 0 where no row counts.
+
+    A sum over no row that is divided by their number has infinity as its gradient, and times the zeros of rows that do not count
+    that is NaN. Eager writes zeros for them. One number is mended: a choice for each element needs as much memory as a weight.
+    """
+    return torch.where((labels != ignore_index).any(), of_loss, 0.0)
 
 
 _loss_op.register_autograd(_backward, setup_context=_keep)

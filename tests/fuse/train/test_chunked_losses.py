@@ -160,6 +160,34 @@ def test_all_rows_ignored_gives_nan_and_no_gradient():
     assert backend.row.status is KEPT and not model.head.weight.grad.any()
 
 
+class Counted(Speaker):
+    """Divides a sum by the number of its rows, as steps that accumulate gradients do: 0 where a batch is all padding."""
+
+    def forward(self, words, labels):
+        logits, rows = self.head(self.body(words)).view(-1, WORDS), labels.view(-1)
+        return functional.cross_entropy(logits, rows, reduction="sum") / (rows != -100).sum()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_infinite_gradient_of_the_loss_leaves_rows_that_do_not_count_at_zero(is_tied):
+    torch.manual_seed(0)
+    model, backend = Counted(is_tied=is_tied), Backend(OPTIONS)
+    plain, fused = copy.deepcopy(model), torch.compile(model, backend=backend, dynamic=False)
+    words, labels = batch()
+    fused(words, labels).backward()
+    plain(words, labels).backward()
+    compare(gradients(model), gradients(plain))
+    assert backend.row.status is KEPT
+    for one in (model, plain):
+        one.zero_grad()
+    ours, theirs = fused(words, torch.full_like(labels, -100)), plain(words, torch.full_like(labels, -100))
+    assert ours.isnan() and theirs.isnan()
+    ours.backward()
+    theirs.backward()
+    assert all(not gradient.any() for gradient in gradients(plain).values())
+    compare(gradients(model), gradients(plain))
+
+
 @pytest.mark.parametrize("z", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_under_autocast_with_a_scaled_loss(dtype, z):
