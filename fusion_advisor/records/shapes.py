@@ -77,6 +77,10 @@ class ShapePiece:
     """Of all points, each once."""
     layouts: tuple[str, ...] = ()
     """Ids of rewrites that changed the graph before chains were found."""
+    padded: tuple[str, ...] = ()
+    """Sizes that may be rounded up, so that calls of several shapes share a CUDA graph: running both gave the same results."""
+    not_padded: tuple[tuple[str, str], ...] = ()
+    """Sizes that were tried and may not be, with the reason."""
     graph: str = ""
     """Hash of the piece's graph: another one is served by no saved plan."""
 
