@@ -25,7 +25,7 @@ from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
-from fusion_advisor.fuse.live.padding_trial import trial_of
+from fusion_advisor.fuse.live.padding_trial import faster_than_launches, trial_of
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.registry import PASSES, kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -249,7 +249,10 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
         rows.append(point)
         found.append(served)
     workpiece.forget_records()
-    shown = show_padding(opened, piece.box, found, *trial_of(work.ranged, opened)) if work.pads else ShownPadding()
+    pays = faster_than_launches(work.instruments) if work.on_cuda and work.options.is_timed else None
+    trial = trial_of(work.ranged, opened)
+    shown = show_padding(opened, piece.box, found, *trial, pays) if work.pads else ShownPadding()
+    rows = [replace(row, pads=shown.serves(point)) for row, point in zip(rows, found, strict=True)]
     row = ShapePiece(
         call=work.ranged.name,
         ranges=piece.box,

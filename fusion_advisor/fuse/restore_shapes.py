@@ -109,7 +109,8 @@ class _Restoring:
         if not row.padded or not self._pads:
             return serving(piece, served)
         trial = trial_of(self._ranged, piece.opened)
-        return serving(piece, served, show_padding(piece.opened, piece.box, served, *trial, names=row.padded).padding)
+        paying = [point for point, known in zip(served, row.points, strict=True) if known.pads]
+        return serving(piece, served, show_padding(piece.opened, piece.box, paying, *trial, names=row.padded).padding)
 
     def _point(
         self, work: Workpiece, row: ShapePoint, kernels: Mapping[str, RenderedKernel], known: dict[ShapeFusion, BuiltFusion]

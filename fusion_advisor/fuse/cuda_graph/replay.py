@@ -196,11 +196,7 @@ class Graphs:
     def region(self, region: GraphedRegion, args: Sequence[Any], padded: Sequence[torch.Tensor] | None = None) -> Any:
         """Run a region whose guards held: by its graph where it has one or may have one now.
 
-        Args:
-            region: to run.
-            args: its inputs.
-            padded: tensors that stand for those of the call, where the region is of larger sizes than the call. Such a graph is
-                never launched ahead of the guards, for the call's own tensors do not fit it.
+        ``padded`` stands for the call's tensors where the region is of larger sizes: such a graph is never launched ahead.
         """
         call = self._call
         if call is None or call.thread != threading.get_ident():
@@ -244,10 +240,9 @@ class Graphs:
         else:
             region.moves = 0
         self._recordings.move_to_end(region)
+        self.padded += int(padded is not None)
         if padded is None:
             self._latest[call.key] = region
-        else:
-            self.padded += 1
         while len(self._latest) > 4 * self._limit:
             del self._latest[next(iter(self._latest))]
         if call.launched is not recording:

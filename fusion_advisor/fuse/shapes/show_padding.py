@@ -28,6 +28,8 @@ Given = Callable[[Sizes], Sequence[Any]]
 """Returns what the piece's graph is called with at some sizes."""
 Judge = Callable[[Sequence[Any], Callable[..., Any]], str]
 """Verifies what runs in place of the piece's graph on some inputs; says what is wrong."""
+Pays = Callable[[torch.fx.GraphModule, Sequence[Any], PadForm, Sizes, Sizes], str]
+"""Says why a graph of larger sizes does not pay for a call, given the graph, its inputs, the form, and both sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +38,20 @@ class ShownPadding:
 
     Attributes:
         padding: what may be rounded up; None: nothing.
-        refused: names of the other sizes, with the reason.
+        refused: names of the other sizes, with the reason; sizes of points near which it does not pay likewise.
     """
 
     padding: Padding | None = None
     refused: tuple[tuple[str, str], ...] = ()
 
+    def serves(self, point: Served) -> bool:
+        """Whether calls near a point may be rounded up."""
+        return self.padding is not None and any(map(self.padding.serves, point.modules))
+
 
 def show_padding(
-    opened: OpenCapture, box: Box, points: Sequence[Served], given: Given, judge: Judge, *, names: Sequence[str] | None = None
+    opened: OpenCapture, box: Box, points: Sequence[Served], given: Given, judge: Judge, pays: Pays | None = None,
+    *, names: Sequence[str] | None = None,
 ) -> ShownPadding:  # fmt: skip
     """Run the graphs of a piece with padding and without, and compare.
 
@@ -54,6 +61,7 @@ def show_padding(
         points: what runs near which sizes.
         given: makes inputs.
         judge: verifies.
+        pays: measures; None: nothing is timed.
         names: of the sizes to try; None: all.
     """
     served = [point for point in points if point.module is not None]
@@ -75,8 +83,13 @@ def show_padding(
             refused.append((name, reason))
         else:
             found.append(name)
+    for point in served if found else ():
+        reason = "" if pays is None else trial.costs(point, found, pays)
+        if reason:
+            refused.append((f"{', '.join(found)} near {_text(point.sizes)}", reason))
+            trial.modules = [module for module in trial.modules if all(module is not own for own in point.modules)]
     modules = tuple(trial.modules)
-    padding = Padding(names=tuple(found), form=trial.form, modules=modules) if found else None
+    padding = Padding(names=tuple(found), form=trial.form, modules=modules) if found and modules else None
     return ShownPadding(padding=padding, refused=tuple(refused))
 
 
@@ -101,13 +114,20 @@ class _Trial:
             for sizes in trials:
                 reason = self._difference(point, sizes, names)
                 if reason:
-                    return f"{reason} at {', '.join(f'{name}={size}' for name, size in sizes.items())}"
+                    return f"{reason} at {_text(sizes)}"
         return ""
+
+    def costs(self, point: Served, names: Sequence[str], pays: Pays) -> str:
+        """Say why a graph of larger sizes does not pay near a point; empty where it does."""
+        sizes = next(_near(point.sizes, names, self.box))
+        larger = rounded_up(sizes, names, self.box)
+        with torch.no_grad():
+            return pays(point.graph_at(_key(self.opened, sizes)), self.given(sizes), self.form, sizes, larger)
 
     def _difference(self, point: Served, sizes: Sizes, names: Sequence[str]) -> str:
         larger = rounded_up(sizes, names, self.box)
         if not self.opened.holds(larger):
-            return f"the model does something else at the capacity {larger}"
+            return f"the model does something else at the capacity, {_text(larger)},"
         own, at_capacity = (point.graph_at(_key(self.opened, one)) for one in (sizes, larger))
         if own is not at_capacity:
             return "its capacity is served by another graph"
@@ -181,6 +201,10 @@ def _filling(seed: int, *, is_large: bool) -> Fill:
         return flat[places.to(like.device)]
 
     return fill
+
+
+def _text(sizes: Sizes) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _listed(results: Any) -> list[Any]:

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.codegen.cpp.backend import find_compiler
+from fusion_advisor.fuse.apply_shapes import check_ranges, serve_shapes
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.decide.instruments import MEASURED
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.padding_trial import faster_than_launches, trial_of
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.shapes.padding import capacity, rounded_up
+from fusion_advisor.fuse.shapes.serve import Served
+from fusion_advisor.fuse.shapes.show_padding import show_padding
 from fusion_advisor.records import SizeRange
+from fusion_advisor.runtime.environment import measure_bandwidth
+from fusion_advisor.workload.load import describe_live
 from tests.fuse.shapes.test_graphs_of_ranges import Mlp, is_right, ranged
 
 needs_compiler = pytest.mark.skipif(
@@ -135,3 +153,120 @@ def test_no_padding_where_calls_are_no_graphs():
         fused, _ = ranged(has_graphs=False)
         assert all(piece.padding is None for piece in fused.shapes[0].pieces)
         assert is_right(fused, 33) and is_right(fused, 34)
+
+
+@needs_compiler
+def test_a_weight_that_moves_is_read_where_it_lies_now():
+    with torch.no_grad():
+        fused, recorder = ranged()
+        assert is_right(fused, 33) and is_right(fused, 34) and is_right(fused, 35)
+        fused.model.up.weight.data = torch.randn(64, 32)
+        assert is_right(fused, 36) and is_right(fused, 37)
+        assert recorder.recorded == 2 and fused.fallbacks == {}
+
+
+@needs_compiler
+def test_a_key_without_the_sizes_is_caught_by_what_the_graph_takes_for_granted(monkeypatch):
+    with torch.no_grad():
+        fused, recorder = ranged()
+        (piece,) = [piece for piece in fused.shapes[0].pieces if piece.padding is not None]
+        assert all(is_right(fused, rows) for rows in (33, 34, 35))
+        before = recorder.replayed
+        monkeypatch.setitem(piece._graphed, (56,), piece._graphed[40,])
+        assert is_right(fused, 52)  # the graph of 40 rows was recorded for another number
+        assert recorder.replayed == before + 1 and recorder.recorded == 2
+
+
+@needs_compiler
+def test_a_graph_for_which_nothing_was_shown_is_not_padded():
+    with torch.no_grad():
+        fused, recorder = ranged()
+        (piece,) = [piece for piece in fused.shapes[0].pieces if piece.padding is not None]
+        piece.padding = replace(piece.padding, modules=())
+        assert all(is_right(fused, rows) for rows in (33, 34, 35))
+        assert recorder.recorded == fused.graphs.padded == 0
+
+
+class Writes(Mlp):
+    """Adds what it makes to a tensor of the caller's, as a step on a static cache does."""
+
+    def forward(self, x, kept):
+        found = super().forward(x)
+        kept.add_(found)
+        return found * 2.0
+
+
+@needs_compiler
+def test_a_call_that_writes_to_what_it_is_given_is_not_padded():
+    with torch.no_grad():
+        fused, _ = ranged(Writes, shapes="batch=2..64", args=(torch.randn(5, 32), torch.zeros(5, 32)))
+        (row,) = [row for row in fused.found.pieces if row.points]
+        assert row.padded == () and "writes to what it is given" in dict(row.not_padded)["batch"]
+        for rows in (33, 34, 35):
+            x, kept, other = torch.randn(rows, 32), torch.zeros(rows, 32), torch.zeros(rows, 32)
+            assert torch.allclose(fused(x, kept), fused._original(x, other), rtol=1e-5, atol=1e-5)
+            assert torch.allclose(kept, other, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_paying", [True, False])
+def test_only_points_near_which_it_pays_are_padded(is_paying):
+    torch.compiler.reset()
+    model, args = Mlp().eval(), (torch.randn(5, 32),)
+    with torch.no_grad():
+        loaded = describe_live(model, args)
+        (call,) = check_ranges(loaded, ApplyOptions(shapes=read_shapes("batch=2..64")))
+        args, kwargs = call.at({"batch": 5})
+        opened = capture_open(model, args, kwargs, call.dims)
+        point = Served(sizes={"batch": 33}, module=opened.region.graph)
+        asked = []
+
+        def pays(module, inputs, form, sizes, larger):
+            asked.append((module is point.module, sizes, larger))
+            return "" if is_paying else "it is slower"
+
+        box = (SizeRange(name="batch", least=2, most=64),)
+        shown = show_padding(opened, box, [point], *trial_of(call, opened), pays)
+    assert asked == [(True, {"batch": 33}, {"batch": 40})]
+    assert shown.serves(point) is is_paying
+    assert shown.refused == (() if is_paying else (("batch near batch=33", "it is slower"),))
+
+
+@pytest.mark.gpu
+def test_real_graphs_of_a_capacity_give_what_the_original_ops_give():
+    torch.manual_seed(0)
+    model = Causal().eval().cuda()
+    loaded_args = (torch.randint(0, 50, (3, 7), device="cuda"),)
+    with torch.no_grad():
+        live = capture_regions(model, loaded_args, {})
+        graphs = Graphs(CudaRecorder())
+        fused = FusedModel(model, live.regions, Bench(live, on_cuda=True).build((), ()).modules, loaded_args, {}, graphs=graphs)
+        loaded = describe_live(model, loaded_args)
+        options = ApplyOptions(shapes=read_shapes("batch=2..16,seq=2..256"), keep="verified", compile=False)
+        found = serve_shapes(
+            fused, loaded, options, check_ranges(loaded, options), measure_bandwidth(torch.device("cuda")), Progress()
+        )  # fmt: skip
+        fused.apply()
+        assert {name for row in found.pieces for name in row.padded} == {"batch", "seq"}, found.pieces
+        for batch, seq in ((9, 33), (10, 34), (9, 37), (10, 39), (9, 40), (9, 35)):
+            ids = torch.randint(0, 50, (batch, seq), device="cuda")
+            for ours, expected in zip(fused(ids), fused._original(ids), strict=True):
+                assert (ours.shape, ours.stride()) == (expected.shape, expected.stride())
+                torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        assert len(graphs.recordings) == 1 and graphs.padded >= 4 and fused.fallbacks == {}
+        assert graphs.pool_bytes() > 0
+
+
+@pytest.mark.gpu
+def test_the_trial_of_the_clock_records_and_times_a_larger_graph():
+    model = Causal().eval().cuda()
+    args = (torch.randint(0, 50, (3, 7), device="cuda"),)
+    with torch.no_grad():
+        loaded = describe_live(model, args)
+        (call,) = check_ranges(loaded, ApplyOptions(shapes=read_shapes("batch=2..16,seq=2..64")))
+        given, kwargs = call.at({"batch": 3, "seq": 7})
+        opened = capture_open(model, given, kwargs, call.dims)
+        point = Served(sizes={"batch": 9, "seq": 9}, module=opened.region.graph)
+        box = (SizeRange(name="batch", least=2, most=16), SizeRange(name="seq", least=2, most=64))
+        shown = show_padding(opened, box, [point], *trial_of(call, opened), faster_than_launches(MEASURED))
+    assert shown.padding is not None or any("the larger graph" in reason for _, reason in shown.refused), shown.refused
