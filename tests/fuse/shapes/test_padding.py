@@ -11,6 +11,7 @@ from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.fuse.apply_shapes import check_ranges, serve_shapes
+from fusion_advisor.fuse.cuda_graph.capturable import saved_inputs
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.instruments import MEASURED
@@ -230,6 +231,26 @@ def test_only_points_near_which_it_pays_are_padded(is_paying):
     assert asked == [(True, {"batch": 33}, {"batch": 40})]
     assert shown.serves(point) is is_paying
     assert shown.refused == (() if is_paying else (("batch near batch=33", "it is slower"),))
+
+
+@needs_compiler
+def test_what_a_kernel_writes_beside_an_open_size_can_be_recorded():
+    """A kernel of a range takes sizes beside tensors, and one that writes to a cache is looked through for counts."""
+
+    class Appends(torch.nn.Module):
+        def forward(self, x, kept):
+            kept.mul_(x.shape[0]).add_(x)
+            return x * 2.0
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        opened = capture_open(Appends(), (torch.randn(5, 8), torch.zeros(5, 8)), {}, {"args.0": ("b", ""), "args.1": ("b", "")})
+    graph = opened.region.graph
+    written = next(node for node in graph.graph.nodes if str(node.target) == "aten.add_.Tensor")
+    size = opened.places()["b"]
+    written.args = (*written.args, size)
+    written.meta["fusion_id"] = "F1"
+    assert saved_inputs(graph) is None  # it writes to what no count says the place of
 
 
 @pytest.mark.gpu
