@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import fusion_advisor as fa
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.codegen.cpp.backend import find_compiler
@@ -21,12 +22,14 @@ from fusion_advisor.fuse.live.padding_trial import faster_than_launches, trial_o
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
+from fusion_advisor.fuse.restore_shapes import restore_shapes
 from fusion_advisor.fuse.shapes.padding import capacity, rounded_up
 from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.show_padding import show_padding
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.environment import measure_bandwidth
 from fusion_advisor.workload.load import describe_live
+from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.shapes.test_graphs_of_ranges import Mlp, is_right, ranged
 
 needs_compiler = pytest.mark.skipif(
@@ -251,6 +254,30 @@ def test_what_a_kernel_writes_beside_an_open_size_can_be_recorded():
     written.args = (*written.args, size)
     written.meta["fusion_id"] = "F1"
     assert saved_inputs(graph) is None  # it writes to what no count says the place of
+
+
+@needs_compiler
+def test_a_saved_plan_shows_its_padding_again_where_it_is_put_in(tmp_path):
+    model, args = Mlp().eval(), (torch.randn(5, 32),)
+    options = {"shapes": "batch=2..64", "keep": "verified", "compile": False, "run_dir": tmp_path}
+    with torch.no_grad():
+        torch.compiler.reset()
+        fa.apply(model, args, **options).revert()
+        plan = fa.load_plan(tmp_path)
+        (row,) = plan.report.shapes.pieces
+        assert row.padded == () and not any(point.pads for point in row.points)  # a CPU has no graphs
+        known = replace(row, padded=("batch",), points=tuple(replace(point, pads=not at) for at, point in enumerate(row.points)))
+        plan = replace(plan, report=replace(plan.report, shapes=replace(plan.report.shapes, pieces=(known,))))
+        torch.compiler.reset()
+        live = capture_regions(model, args, {})
+        graphs = Graphs(FakeRecorder())
+        fused = FusedModel(model, live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, {}, graphs=graphs)
+        restore_shapes(fused, describe_live(model, args), plan)
+    (piece,) = fused.shapes[0].pieces
+    assert piece.padding.names == ("batch",)
+    assert [any(map(piece.padding.serves, point.modules)) for point in piece.points] == [
+        point.pads for point in known.points
+    ]  # fmt: skip
 
 
 @pytest.mark.gpu
