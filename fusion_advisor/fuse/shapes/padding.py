@@ -6,6 +6,7 @@ change no result (:mod:`fusion_advisor.fuse.shapes.show_padding`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -229,8 +230,10 @@ def _strides(opened: OpenCapture, value: torch.Tensor) -> Callable[[Sizes], tupl
     steps = tuple(symbolic_sizes.expression_of(step) for step in value.stride())
     names = dict(opened.names)
 
-    def at(sizes: Sizes) -> tuple[int, ...]:
-        symbols = {symbol: dim_size(name, sizes) for symbol, name in names.items()}
+    @functools.lru_cache(maxsize=4096)
+    def of(sizes: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+        known = dict(sizes)
+        symbols = {symbol: dim_size(name, known) for symbol, name in names.items()}
         return tuple(symbolic_sizes.at_sizes(step, symbols) for step in steps)
 
-    return at
+    return lambda sizes: of(tuple(sizes.items()))
