@@ -19,6 +19,7 @@ from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
+from fusion_advisor.fuse.live.padding_trial import trial_of
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.plan.plan import PlannedFusion
@@ -28,6 +29,7 @@ from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, find_again
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
+from fusion_advisor.fuse.shapes.show_padding import show_padding
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
 from fusion_advisor.ir.operand_names import with_names
 from fusion_advisor.ir.sized_program import NoOneProgram
@@ -61,7 +63,7 @@ def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) 
         calls = ranged_calls(loaded, asked)
         for call in calls:
             rows = [piece for piece in ranges.pieces if piece.call == call.name]
-            work = _Restoring(loaded, saved, call, Path(folder))
+            work = _Restoring(loaded, saved, call, Path(folder), pads=fused.graphs is not None and call.may_record)
             try:
                 pieces = find_again(call.ranges, [(row.ranges, _is_served(row)) for row in rows], work.capture)
             except OtherPieces as error:
@@ -82,8 +84,8 @@ def _mismatch(saved: SavedPlan, detail: str) -> PlanMismatch:
 class _Restoring:
     """The work on the pieces of one way to call the model."""
 
-    def __init__(self, loaded: LoadedWorkload, saved: SavedPlan, ranged: RangedCall, folder: Path) -> None:
-        self._loaded, self._saved, self._ranged, self._folder = loaded, saved, ranged, folder
+    def __init__(self, loaded: LoadedWorkload, saved: SavedPlan, ranged: RangedCall, folder: Path, *, pads: bool) -> None:
+        self._loaded, self._saved, self._ranged, self._folder, self._pads = loaded, saved, ranged, folder, pads
         self._built: dict[str, BuiltKernel] = {}
 
     def capture(self, sizes: Sizes) -> OpenCapture:
@@ -104,7 +106,11 @@ class _Restoring:
         fusions: dict[ShapeFusion, BuiltFusion] = {}
         served = [self._point(work, point, kernels, fusions) for point in row.points]
         work.forget_records()
-        return serving(piece, served)
+        if not row.padded or not self._pads:
+            return serving(piece, served)
+        trial = trial_of(self._ranged, piece.opened)
+        paying = [point for point, known in zip(served, row.points, strict=True) if known.pads]
+        return serving(piece, served, show_padding(piece.opened, piece.box, paying, *trial, names=row.padded).padding)
 
     def _point(
         self, work: Workpiece, row: ShapePoint, kernels: Mapping[str, RenderedKernel], known: dict[ShapeFusion, BuiltFusion]

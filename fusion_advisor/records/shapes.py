@@ -61,6 +61,8 @@ class ShapePoint:
     eager_rel_l2: float | None = None
     reason: str = ""
     """Why the original ops run near this point; empty where rewrites do."""
+    pads: bool = False
+    """Whether calls near this point may run in the CUDA graph of rounded up sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,10 @@ class ShapePiece:
     """Of all points, each once."""
     layouts: tuple[str, ...] = ()
     """Ids of rewrites that changed the graph before chains were found."""
+    padded: tuple[str, ...] = ()
+    """Sizes that may be rounded up, so that calls of several shapes share a CUDA graph: running both gave the same results."""
+    not_padded: tuple[tuple[str, str], ...] = ()
+    """Sizes that were tried and may not be, with the reason; sizes near a point, where it would not pay there."""
     graph: str = ""
     """Hash of the piece's graph: another one is served by no saved plan."""
 

@@ -84,7 +84,8 @@ def saved_inputs(module: GraphModule) -> tuple[int, ...] | None:
     written: set[int] = set()
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.index_copy_.default or ("fusion_id" in node.meta and written_storages(node)):
-            appends.append((node, [source for source in node.all_input_nodes if source.meta["val"].dtype == torch.int64]))
+            places = [source for source in node.all_input_nodes if any(one.dtype == torch.int64 for one in _values(source))]
+            appends.append((node, places))
         else:
             written.update(written_storages(node))
     if any(written & set(storages(node)) for node in module.graph.nodes if node.op == "get_attr"):

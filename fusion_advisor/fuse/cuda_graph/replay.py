@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor import units
 from fusion_advisor.errors import HalfWritten
-from fusion_advisor.fuse.cuda_graph.capturable import has_collectives, host_work, place_of, saved_inputs, writes_of
+from fusion_advisor.fuse.cuda_graph.capturable import has_collectives, host_work, saved_inputs, writes_of
 from fusion_advisor.fuse.cuda_graph.recording import (
     Outputs,
     Recorder,
@@ -40,6 +40,7 @@ from fusion_advisor.fuse.cuda_graph.recording import (
 )
 from fusion_advisor.fuse.cuda_graph.region_inputs import Undo, sort_inputs
 from fusion_advisor.fuse.cuda_graph.tail import LeftOut, left_out
+from fusion_advisor.fuse.cuda_graph.watched_run import Watched
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
 from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
 from fusion_advisor.runtime.fallback_warning import warn_caller
@@ -85,6 +86,7 @@ class Graphs:
         refusals: why calls ran launch by launch, and how often.
         launches: generated kernels that replays launched, less those that were counted while a graph was
             recorded: none runs then.
+        padded: calls that ran in a graph of larger sizes.
         holds_collectives: all ranks record together, so that a graph may hold what NCCL does.
     """
 
@@ -94,6 +96,7 @@ class Graphs:
         self.is_on = True
         self.holds_collectives = holds_collectives
         self.launches = 0
+        self.padded = 0
         self._outputs = outputs
         self.refusals: dict[str, int] = {}
         self._recorder = recorder
@@ -124,7 +127,8 @@ class Graphs:
     def summary(self) -> str:
         """How many are recorded, how many may be, and what memory they hold."""
         held = units.size(self.pool_bytes())
-        return f"{len(self._recordings)} of at most {self._limit} CUDA graphs are recorded and hold {held}."
+        padded = f" {self.padded} calls ran in a graph of larger sizes." if self.padded else ""
+        return f"{len(self._recordings)} of at most {self._limit} CUDA graphs are recorded and hold {held}.{padded}"
 
     def pool_bytes(self) -> int:
         """Device memory that the graphs hold, static inputs included."""
@@ -180,18 +184,31 @@ class Graphs:
             self._call = None
             self._lock.release()
 
-    def region(self, region: GraphedRegion, args: Sequence[Any]) -> Any:
-        """Run a region whose guards held: by its graph where it has one or may have one now."""
+    def leaves_now(self) -> Sequence[torch.Tensor] | None:
+        """Return the tensors of the call under way; None where none is, or it is another thread's."""
+        call = self._call
+        return None if call is None or call.thread != threading.get_ident() else call.leaves
+
+    def is_recorded(self, region: GraphedRegion) -> bool:
+        """Whether a region has its graph."""
+        return region in self._recordings
+
+    def region(self, region: GraphedRegion, args: Sequence[Any], padded: Sequence[torch.Tensor] | None = None) -> Any:
+        """Run a region whose guards held: by its graph where it has one or may have one now.
+
+        ``padded`` stands for the call's tensors where the region is of larger sizes: such a graph is never launched ahead.
+        """
         call = self._call
         if call is None or call.thread != threading.get_ident():
             return region.plain(*args)
+        leaves = call.leaves if padded is None else padded
         recording = self._recordings.get(region)
         if call.launched is not recording:
             call.undo()
         if region.refusal is not None:
             self._say(region.refusal)
             return region.plain(*args)
-        if recording is not None and not recording.fits(args, call.leaves):
+        if recording is not None and not recording.fits(args, leaves):
             call.undo()
             del self._recordings[region]
             # Values whose sources were written to or exchanged are computed again by a plain call, outside any graph.
@@ -207,7 +224,7 @@ class Graphs:
                 return region.plain(*args)
             before = total(region.tallies)
             try:
-                recording = region.record(self._recorder, args, call.leaves, call.objects, outputs=self.outputs)
+                recording = region.record(self._recorder, args, leaves, call.objects, outputs=self.outputs)
                 recording.launches = total(region.tallies) - before
             except CannotRecord as error:
                 if not self._make_room(error):
@@ -223,11 +240,13 @@ class Graphs:
         else:
             region.moves = 0
         self._recordings.move_to_end(region)
-        self._latest[call.key] = region
+        self.padded += int(padded is not None)
+        if padded is None:
+            self._latest[call.key] = region
         while len(self._latest) > 4 * self._limit:
             del self._latest[next(iter(self._latest))]
         if call.launched is not recording:
-            recording.replay(call.leaves)
+            recording.replay(leaves)
             self.launches += recording.launches
             call.fresh = recording.hand_out(args, self.outputs)
         call.launched = None
@@ -315,7 +334,7 @@ class GraphedRegion:
         self._require_one_device(inputs.values)
         slots_of_copies = [copy.slot for copy in inputs.copies]
         after_graph = left_out(self.module, slots_of_copies, inputs.values) if outputs == "clone" else {}
-        runner = _Watched(self.module, _stand_ins(after_graph))
+        runner = Watched(self.module, _stand_ins(after_graph))
         undo = self._undo(inputs.values)
 
         def step() -> Any:
@@ -372,27 +391,3 @@ def _folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:
 
 def _stand_ins(after_graph: Mapping[int, LeftOut]) -> dict[Node, Node]:
     return {node: source for last in after_graph.values() for node, source in last.stand_ins.items()}
-
-
-class _Watched(torch.fx.Interpreter):
-    """Runs a region op by op and knows which op it is at: the error of a failed recording names its line.
-
-    Args:
-        module: the region.
-        skipped: ops that are left out, with the ones whose values stand for theirs.
-    """
-
-    def __init__(self, module: GraphModule, skipped: Mapping[Node, Node]) -> None:
-        super().__init__(module)
-        self.extra_traceback = False
-        self._skipped = skipped
-        self._at: Node | None = None
-
-    def run_node(self, n: Node) -> Any:
-        self._at = n
-        if n in self._skipped:
-            return self.env[self._skipped[n]]
-        return super().run_node(n)
-
-    def where(self) -> str:
-        return "no op had run" if self._at is None else place_of(self._at)

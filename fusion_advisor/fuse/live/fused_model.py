@@ -238,7 +238,7 @@ class FusedModel(InPlace):
                 piece.start(self.model, wrap, self._rewritten.other)
                 self._guard.watch(piece.code)
 
-    def _graphed(self, module: GraphModule, names: tuple[str, ...]) -> Callable[..., Any]:
+    def _graphed(self, module: GraphModule, names: tuple[str, ...]) -> GraphedRegion:
         assert self.graphs is not None
         return GraphedRegion(module, names, self.graphs)
 

@@ -17,8 +17,10 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
+from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion
 from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.shapes.call_form import CallParts, Row, sizes_in
+from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import is_object
@@ -65,7 +67,7 @@ class Served:
         return abs(math.log(volume / own)) + 0.1 * each
 
 
-Wrap = Callable[[GraphModule, tuple[str, ...]], Callable[..., Any]]
+Wrap = Callable[[GraphModule, tuple[str, ...]], GraphedRegion]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +85,7 @@ class ServedPiece:
         code: of every function that dynamo looked through.
         holds: whether what dynamo took for granted is true of sizes in the box; None where it is of all.
         writes: it writes to what it is given.
+        padding: sizes that may be rounded up to share a CUDA graph; None: each shape has its own.
     """
 
     box: Box
@@ -95,9 +98,11 @@ class ServedPiece:
     code: tuple[CodeType, ...] = ()
     holds: Callable[[Sizes], bool] | None = None
     writes: bool = False
+    padding: Padding | None = None
     _wrap: Wrap | None = None
     _shortcut: Shortcut | None = None
     _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
+    _graphed: dict[tuple[int, ...], GraphedRegion] = field(default_factory=dict)
 
     def at(self, sizes: Sizes) -> Served:
         """Return what runs at some sizes."""
@@ -113,6 +118,7 @@ class ServedPiece:
         """
         self._wrap = wrap
         self._runners.clear()
+        self._graphed.clear()
         if self.compiled is not None and self.route is not None:
             self.route.forward, self.compiled.later = self.forward, other
             self._shortcut = Shortcut(model, self.compiled.call, [self.route])
@@ -122,14 +128,40 @@ class ServedPiece:
         key = tuple(args[slot] if dim is None else args[slot].shape[dim] for slot, dim in self.slots.values())
         run = self._runners.get(key)
         if run is None:
-            fixed = {one.name: one.least for one in self.box}
-            served = self.at({**fixed, **dict(zip(self.slots, key, strict=True))})
-            module = served.graph_at(key)
             if len(self._runners) >= _MOST_RUNNERS:
                 self._runners.clear()
-            run = module.forward if self._wrap is None else self._wrap(module, self.names)
-            self._runners[key] = run
+                self._graphed.clear()
+            run = self._runners[key] = self._runner(key)
         return run(*args)
+
+    def _runner(self, key: tuple[int, ...]) -> Callable[..., Any]:
+        """Return what runs at a shape."""
+        sizes = self._sizes(key)
+        module = self.at(sizes).graph_at(key)
+        if self._wrap is None:
+            return module.forward
+        exact, padding = self._region(key, module), self.padding
+        if padding is None or not padding.serves(module):
+            return exact
+        larger = padding.larger(sizes, self.box)
+        if larger == sizes or (self.holds is not None and not self.holds(larger)):
+            return exact
+        place = tuple(larger[name] for name in self.slots)
+        if self.at(larger).module is None or self.at(larger).graph_at(place) is not module:
+            return exact
+        return PaddedCall(
+            exact=exact, larger=self._region(place, module), form=padding.form, sizes=sizes, capacity=larger
+        )  # fmt: skip
+
+    def _region(self, key: tuple[int, ...], module: GraphModule) -> GraphedRegion:
+        """Return what may be recorded for a shape: one for calls of it and for those that are rounded up to it."""
+        if key not in self._graphed:
+            assert self._wrap is not None
+            self._graphed[key] = self._wrap(module, self.names)
+        return self._graphed[key]
+
+    def _sizes(self, key: tuple[int, ...]) -> dict[str, int]:
+        return {**{one.name: one.least for one in self.box}, **dict(zip(self.slots, key, strict=True))}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model: through dynamo's guards, or past dynamo where nothing in the model was replaced."""
@@ -142,12 +174,13 @@ class ServedPiece:
             self._shortcut.forget()
 
 
-def serving(piece: Piece, points: Sequence[Served]) -> ServedPiece:
+def serving(piece: Piece, points: Sequence[Served], padding: Padding | None = None) -> ServedPiece:
     """Return a piece that is ready to serve.
 
     Args:
         piece: with its graph; without one the original ops run, with its reason or the points'.
         points: what runs near which sizes.
+        padding: sizes that may be rounded up.
     """
     opened = piece.opened
     if opened is None:
@@ -156,7 +189,7 @@ def serving(piece: Piece, points: Sequence[Served]) -> ServedPiece:
     return ServedPiece(
         box=piece.box, compiled=opened.live.compiled, route=region.route, slots=opened.slots(), points=tuple(points),
         names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
-        writes=writes_to_inputs(region),
+        writes=writes_to_inputs(region), padding=padding,
     )  # fmt: skip
 
 

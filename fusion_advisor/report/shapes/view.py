@@ -21,6 +21,7 @@ class SizesView:
     general: str
     crossover: str
     original: tuple[str, ...]
+    padding: tuple[str, ...]
     outside: str
     nearest: str
     points: tuple[PointRow, ...]
@@ -40,6 +41,7 @@ def sizes_view(shapes: ShapeRanges) -> SizesView:
         general=sentences.general_line(shapes),
         crossover=sentences.crossover_line(shapes),
         original=sentences.left_to_original_ops(shapes),
+        padding=sentences.padding_lines(shapes),
         outside=sentences.OUTSIDE,
         nearest=sentences.NEAREST,
         points=point_rows(shapes),
