@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import re
+import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion_advisor.capture.graph.op_classes import COMPOSITE, MATH_ATTENTION, base_name, class_of
 from fusion_advisor.capture.trace.events import KERNEL_RANGE, STEP_RANGE, Event, Trace, is_kernel
@@ -42,9 +43,29 @@ class Step:
 
 
 def median_step(trace: Trace, *, on_cuda: bool) -> Step:
-    """Return the step whose device time is the median of all recorded steps."""
+    """Return the step whose device time is the median of all recorded steps.
+
+    On a CPU another program may take the core in the middle of an op. There a launch takes no longer than its median over all
+    steps, where all of them launch the same.
+    """
     steps = sorted(_steps(trace, on_cuda=on_cuda), key=lambda step: step.device_ns)
-    return steps[len(steps) // 2]
+    middle = steps[len(steps) // 2]
+    return middle if on_cuda else _undisturbed(middle, steps)
+
+
+def _undisturbed(middle: Step, steps: Sequence[Step]) -> Step:
+    if any(list(map(_what, step.launches)) != list(map(_what, middle.launches)) for step in steps):
+        return middle
+    each = zip(*([launch.duration_ns for launch in step.launches] for step in steps), strict=True)
+    launches = [
+        replace(launch, duration_ns=min(launch.duration_ns, statistics.median_low(durations_ns)))
+        for launch, durations_ns in zip(middle.launches, each, strict=True)
+    ]
+    return replace(middle, launches=tuple(launches))
+
+
+def _what(launch: Launch) -> tuple[str, int | None]:
+    return launch.kernel_name, launch.op_index
 
 
 def _steps(trace: Trace, *, on_cuda: bool) -> Iterator[Step]:

@@ -225,7 +225,7 @@ def confirmed_once(kept: Kept, *, is_timed: bool, budget_s: float) -> Kept:
         budget_s: seconds for the timing.
     """
     is_laid_out = not set(LAYOUTS).isdisjoint(kept_passes(kept.rewrites))  # in every step that was timed
-    is_as_decided = kept.bench is kept.captured and not kept.linears and not is_laid_out
+    is_as_decided = kept.bench is kept.captured and not kept.linears and not is_laid_out and kept.decision.is_as_kept
     if is_as_decided and not (kept.bench.on_cuda and is_timed):
         return kept
     original = step_of(kept.captured, (), ())

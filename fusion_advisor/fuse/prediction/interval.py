@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from fusion_advisor.fuse.prediction.saving import is_scaled, kernel_ns
 from fusion_advisor.records import Chain, Fusion, GraphRewrite, Report, RewriteStage, Timing
+from fusion_advisor.timing.host_timer import CPU_TIME
 
 
 class Kind(enum.StrEnum):
@@ -72,6 +73,9 @@ _TRACE = 0.03
 """Of a traced time: two traces of one step differ by so much."""
 _IN_PLACE = 0.5
 """Of the difference that a kernel's time is scaled by: the kernel reads other bytes than its ops."""
+_BY_ITSELF = 0.4
+"""Of what ops that ran on a CPU took longer or less long in the trace than alone, by CPU time: the trace counts other programs
+too. Savings that steps showed lay between those by the two times, and times the factor of chains the interval holds both."""
 _LAUNCHES = 0.25
 """Of the launches' cost: all launches of a step share one mean."""
 _SITE = 1 / 3
@@ -134,13 +138,16 @@ def _chain_spread_ns(fusion: Fusion, chain: Chain, launch_ns: int, cost_ns: int)
     assert fusion.chain_after is not None
     alone_ns = fusion.chain_after.median_ns * chain.runs
     timed = [timing for timing in (fusion.chain_before, fusion.chain_after) if timing is not None]
-    in_place = 0.0
+    in_place = by_itself = 0.0
+    if fusion.chain_before is not None and fusion.chain_before.method == CPU_TIME:
+        by_itself = chain.device_ns - fusion.chain_before.median_ns * chain.runs
     if fusion.chain_before is not None and is_scaled(fusion):
         in_place = alone_ns * abs(chain.device_ns / (fusion.chain_before.median_ns * max(chain.runs, 1)) - 1)
     return math.hypot(
         launch_ns,
         kernel_ns(fusion, chain) * math.hypot(*map(_half_share, timed)),
         _IN_PLACE * in_place,
+        _BY_ITSELF * by_itself,
         _TRACE * chain.device_ns,
         _LAUNCHES * max(0, chain.launches - chain.runs) * cost_ns,
     )

@@ -99,6 +99,32 @@ def test_the_median_step_is_taken():
     assert median_step(read_events(events), on_cuda=True).device_ns == 5000
 
 
+def planted_cpu_step(number, durations_us, names=("aten::mul", "aten::add", "aten::exp")):
+    start_us, at = number * 2000.0, number * 2000.0 + 1
+    events = [event("user_annotation", f"fa:step:{number}", start_us, 1000.0, tid=1)]
+    for name, duration_us in zip(names, durations_us, strict=True):
+        events.append(event("cpu_op", name, at, duration_us, tid=1))
+        at += duration_us + 1
+    return events
+
+
+def test_on_a_cpu_an_op_that_another_program_interrupted_takes_what_it_takes_in_the_other_steps():
+    steps = [
+        planted_cpu_step(0, (90.0, 20.0, 30.0)),
+        planted_cpu_step(1, (10.0, 95.0, 30.0)),
+        planted_cpu_step(2, (10.0, 20.0, 99.0)),
+    ]
+    step = median_step(read_events([one for each in steps for one in each]), on_cuda=False)
+    assert [launch.duration_ns for launch in step.launches] == [10_000, 20_000, 30_000]
+
+
+def test_on_a_cpu_steps_that_launch_different_ops_are_not_mixed():
+    others = planted_cpu_step(1, (10.0, 95.0, 30.0), ("aten::mul", "aten::exp", "aten::add"))
+    events = [*planted_cpu_step(0, (90.0, 20.0, 30.0)), *others, *planted_cpu_step(2, (10.0, 20.0, 99.0))]
+    step = median_step(read_events(events), on_cuda=False)
+    assert sorted(launch.duration_ns for launch in step.launches) == [10_000, 30_000, 95_000]
+
+
 def test_a_launch_of_another_thread_or_outside_every_range_has_no_op():
     events = cuda_step(0, 0.0, KERNELS[:1])
     for tid, at, correlation in ((2, 3.0, 900), (1, 800.0, 901)):

@@ -174,6 +174,15 @@ def test_what_is_kept_together_is_in_the_confirmed_step(clock):
     assert found.before.median_ns - found.after.median_ns == pytest.approx(14_000, rel=0.3)
 
 
+def test_what_was_timed_without_others_needs_no_confirmation_and_the_rest_is_timed_once_at_the_end(clock):
+    behind_a_loss = decided(clock, {"slow": 60_000, "fast": -60_000}, noise=0.0001)
+    in_front = decided(clock, {"fast": -60_000, "slow": 60_000}, noise=0.0001)
+    assert [found.verdicts["fast"].status for found in (behind_a_loss, in_front)] == [Status.KEPT, Status.KEPT]
+    assert (behind_a_loss.is_as_kept, in_front.is_as_kept) == (False, True)
+    assert in_front.before.median_ns - in_front.after.median_ns == pytest.approx(60_000, rel=0.1)
+    assert behind_a_loss.after.median_ns <= 1.001 * behind_a_loss.before.median_ns
+
+
 def test_nothing_that_may_do_nothing_rides_along(clock):
     for seed in range(20):
         found = decided(clock, {"fast": -60_000, "a": 0, "b": 0, "c": 0}, seed=seed).verdicts

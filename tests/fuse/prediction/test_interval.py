@@ -45,6 +45,16 @@ def test_each_part_of_a_chains_uncertainty_widens_it():
     assert alone == pytest.approx(math.hypot(3_000, 20_000 * math.hypot(0.002, 0.002)), rel=1e-6)  # two steady timings, the trace
 
 
+def test_a_trace_taken_beside_another_program_has_an_interval_that_reaches_what_the_ops_take_alone():
+    alone = replace(timing(10_000), method="cpu_time")  # ten runs: 100 µs
+    fusion = replace(FUSION, chain_before=alone, chain_after=replace(timing(2_000), method="cpu_time"))
+    disturbed, quiet = replace(CHAIN, device_ns=750_000), CHAIN
+    factor = CALIBRATION.factors[Kind.CHAIN]
+    assert factor * spread(fusion, disturbed, cost_ns=0) > disturbed.device_ns - 100_000
+    wall = replace(fusion, chain_before=timing(10_000))
+    assert spread(fusion, quiet) == spread(wall, quiet) and spread(fusion, disturbed) > 2 * spread(wall, disturbed)
+
+
 def test_other_kinds_widen_with_what_they_are_predicted_from():
     graph = graph_rewrite(RewriteStage.CALL, saving_ns=3_000_000)
     assert spread(graph, None) == pytest.approx(math.hypot(60_000, 60_000))

@@ -261,6 +261,13 @@ def test_a_step_that_nothing_was_put_on_is_not_timed_again():
     assert confirmed_once(replace(kept, captured=bench), is_timed=True, budget_s=0.01).decision is kept.decision
 
 
+def test_a_step_that_stands_for_the_kept_one_is_timed_as_it_is():
+    kept = place(lambda _: Status.WITHIN_NOISE)
+    kept = replace(kept, captured=kept.bench, decision=replace(kept.decision, is_as_kept=False))
+    found = confirmed_once(kept, is_timed=True, budget_s=0.01).decision
+    assert found.is_as_kept and found.after is not kept.decision.after
+
+
 def test_nothing_changes_where_nothing_pays():
     kept = place(lambda _: Status.WITHIN_NOISE)
     assert {row.status for row in kept.fusions} == {Status.WITHIN_NOISE} and kept.linears == ()
