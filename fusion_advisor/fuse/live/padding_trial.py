@@ -48,7 +48,7 @@ def faster_than_launches(instruments: Instruments) -> Pays:
 
     def pays(module: GraphModule, args: Sequence[Any], form: PadForm, sizes: Sizes, larger: Sizes) -> str:
         given = form.pad(args, larger)
-        assert given is not None  # it was padded a moment ago, to compare results
+        assert given is not None  # what cannot be padded is not timed
         found: list[Any] = []
 
         def step() -> None:

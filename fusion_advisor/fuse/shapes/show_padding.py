@@ -77,17 +77,16 @@ def show_padding(
         return ShownPadding(refused=tuple((name, str(error)) for name in wanted))
     found: list[str] = []
     refused: list[tuple[str, str]] = []
-    for name in wanted:
+    if pays is not None:  # first, as it costs least: long calls take as long as their launches, and verifying them takes longest
+        reasons = [(point, trial.costs(point, wanted, pays)) for point in served]
+        refused += [(f"{', '.join(wanted)} near {_text(point.sizes)}", reason) for point, reason in reasons if reason]
+        trial.points = [point for point, reason in reasons if not reason]
+    for name in wanted if trial.points else ():
         reason = trial.why_not((name,)) or (trial.why_not((*found, name)) if found else "")
         if reason:
             refused.append((name, reason))
         else:
             found.append(name)
-    for point in served if found else ():
-        reason = "" if pays is None else trial.costs(point, found, pays)
-        if reason:
-            refused.append((f"{', '.join(found)} near {_text(point.sizes)}", reason))
-            trial.modules = [module for module in trial.modules if all(module is not own for own in point.modules)]
     modules = tuple(trial.modules)
     padding = Padding(names=tuple(found), form=trial.form, modules=modules) if found and modules else None
     return ShownPadding(padding=padding, refused=tuple(refused))
@@ -118,19 +117,21 @@ class _Trial:
         return ""
 
     def costs(self, point: Served, names: Sequence[str], pays: Pays) -> str:
-        """Say why a graph of larger sizes does not pay near a point; empty where it does."""
-        sizes = next(_near(point.sizes, names, self.box))
+        """Say why a graph of larger sizes does not pay near a point; empty where it does, or where there is none to time."""
+        sizes = next(_near(point.sizes, names, self.box), None)
+        if sizes is None:
+            return ""
         larger = rounded_up(sizes, names, self.box)
+        if self._why_not_at(point, sizes, larger) or self.form.pad(self.given(sizes), larger) is None:
+            return ""
         with torch.no_grad():
             return pays(point.graph_at(_key(self.opened, sizes)), self.given(sizes), self.form, sizes, larger)
 
     def _difference(self, point: Served, sizes: Sizes, names: Sequence[str]) -> str:
         larger = rounded_up(sizes, names, self.box)
-        if not self.opened.holds(larger):
-            return f"the model does something else at the capacity, {_text(larger)},"
-        own, at_capacity = (point.graph_at(_key(self.opened, one)) for one in (sizes, larger))
-        if own is not at_capacity:
-            return "its capacity is served by another graph"
+        if reason := self._why_not_at(point, sizes, larger):
+            return reason
+        own = point.graph_at(_key(self.opened, sizes))
         args = self.given(sizes)
         with torch.no_grad():
             expected = _listed(own.forward(*args))
@@ -150,6 +151,12 @@ class _Trial:
                 return ""
             problem = self.judge(args, lambda *inputs: self._whole(own, inputs, sizes, larger))
         return f"padding changes results: {problem}" if problem else ""
+
+    def _why_not_at(self, point: Served, sizes: Sizes, larger: Sizes) -> str:
+        if not self.opened.holds(larger):
+            return f"the model does something else at the capacity, {_text(larger)},"
+        own, at_capacity = (point.graph_at(_key(self.opened, one)) for one in (sizes, larger))
+        return "" if own is at_capacity else "its capacity is served by another graph"
 
     def _whole(self, module: torch.fx.GraphModule, args: Sequence[Any], sizes: Sizes, larger: Sizes) -> Any:
         padded = self.form.pad(args, larger)

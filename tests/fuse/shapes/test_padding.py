@@ -223,14 +223,21 @@ def test_only_points_near_which_it_pays_are_padded(is_paying):
         args, kwargs = call.at({"batch": 5})
         opened = capture_open(model, args, kwargs, call.dims)
         point = Served(sizes={"batch": 33}, module=opened.region.graph)
-        asked = []
+        asked, compared = [], []
+        given, judge = trial_of(call, opened)
 
         def pays(module, inputs, form, sizes, larger):
             asked.append((module is point.module, sizes, larger))
+            compared.clear()
             return "" if is_paying else "it is slower"
 
+        def noted(sizes):
+            compared.append(sizes)
+            return given(sizes)
+
         box = (SizeRange(name="batch", least=2, most=64),)
-        shown = show_padding(opened, box, [point], *trial_of(call, opened), pays)
+        shown = show_padding(opened, box, [point], noted, judge, pays)
+    assert bool(compared) is is_paying  # results of what does not pay are not compared
     assert asked == [(True, {"batch": 33}, {"batch": 40})]
     assert shown.serves(point) is is_paying
     assert shown.refused == (() if is_paying else (("batch near batch=33", "it is slower"),))
