@@ -83,7 +83,12 @@ def command(row: Row, folder: Path, options: Sequence[str]) -> list[str]:
 def run(row: Row, to: Path, options: Sequence[str], limit_s: float, words_of: Callable[..., list[str]] = command) -> int:
     """Run a row, or end it at its limit so that it writes what it has; returns its exit code."""
     with (to / f"{row.name}.txt").open("w", encoding="utf-8") as printed:
-        process = subprocess.Popen(words_of(row, to / row.name, options), stdout=printed, stderr=subprocess.STDOUT)
+        # A shell starts what runs in the background deaf to interrupts, and a child inherits that.
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            process = subprocess.Popen(words_of(row, to / row.name, options), stdout=printed, stderr=subprocess.STDOUT)
+        finally:
+            signal.signal(signal.SIGINT, before)
         # The first interrupt waits for what is at work, the second does not.
         for patience_s in (limit_s, _PATIENCE_S, _PATIENCE_S):
             try:
