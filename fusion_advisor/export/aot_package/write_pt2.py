@@ -77,8 +77,8 @@ def _made(loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, p
     files |= op_library_files(found, context)
     made = place / "made"
     _write(made, files)
-    with ThreadPoolExecutor(1) as beside:  # nvcc and AOTInductor take about as long, and neither reads what the other makes
-        built = beside.submit(_run, [sys.executable, "build.py"], made, "its op library") if library else None
+    with ThreadPoolExecutor(1) as pool:  # nvcc compiles the library while AOTInductor compiles the model
+        built = pool.submit(_run, [sys.executable, "build.py"], made, "its op library") if library else None
         outputs, eager = _compiled(loaded, saved, found, name, place, tensors)
         if built is not None:
             built.result()

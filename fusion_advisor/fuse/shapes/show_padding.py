@@ -69,7 +69,7 @@ def show_padding(
     if not served or not wanted:
         return ShownPadding()
     if writes_to_inputs(opened.region):
-        reason = "the call writes to what it is given, and padding would be written beside it"
+        reason = "the call writes to what it is given, and it would write the padding there too"
         return ShownPadding(refused=tuple((name, reason) for name in wanted))
     try:
         trial = _Trial(opened, box, served, given, judge, pad_form(opened))

@@ -1,4 +1,4 @@
-"""Ours beside the other ways to run a training step: the memory of its graphs is counted as its own."""
+"""The fused training step is timed with other ways to run it, and the memory of its CUDA graphs counts as its own."""
 
 from __future__ import annotations
 
