@@ -95,18 +95,19 @@ class BothPasses:
 
     @contextmanager
     def instead(self, run: Callable[[GraphModule], Call]) -> Iterator[None]:
-        """Let other calls run in place of both passes while the context lasts.
+        """Let other calls run in place of both passes while the context lasts; one inside another gives way to it again.
 
         Args:
             run: makes a call from a pass's graph.
         """
+        before = [(half, half.instead) for half in self.halves]
         for half in self.halves:
             half.instead = run(half.graph)
         try:
             yield
         finally:
-            for half in self.halves:
-                half.instead = None
+            for half, one in before:
+                half.instead = one
 
     def optimise(self, run: Callable[[], object]) -> None:
         """Rewrite both passes on what one step gives them.

@@ -257,7 +257,9 @@ def without_gradient_of_z_loss(chunked_loss):
     chunked_loss.module.recompile()
 
 
-def _compared(times):
+def _compared(times, calls):
+    for call in calls:
+        call()
     if times is None:
         raise torch.cuda.OutOfMemoryError("planted")
     return compare_rounds(*([one] * 20 for one in times))
@@ -272,7 +274,7 @@ def judged(times=None, plant=lambda _: None, later_times=(), optimiser=None, **k
             plan = plan_losses(graph_module, drops_logits=False, least_bytes=0)
             plant(plan.chunked)
             turns = itertools.chain(later_times, itertools.repeat(times)) if later_times else itertools.repeat(times)
-            clock = None if times is None else lambda *_: _compared(next(turns))
+            clock = None if times is None else lambda *calls: _compared(next(turns), calls)
             super().__init__(graph_module, inputs, **more | {"losses": plan, "compare": clock})
 
     options = OPTIONS if times is None else replace(OPTIONS, keep="paying")
@@ -363,3 +365,16 @@ def test_chunks_of_one_size_share_a_kernel_that_makes_their_losses_and_gradients
     kernels = [name for name in nodes if "nll_loss_backward" in name]
     assert len(kernels) == 4 and not any("aten" in name or "linear_cross_entropy" in name for name in kernels)
     assert nodes.count("aten.mm.default") >= 3 * 4 and "aten._log_softmax.default" not in nodes
+
+
+def test_no_pass_is_rewritten_inside_a_step_while_its_loss_is_judged():
+    """The truth of a step with dropout runs other calls in place of both passes; the steps that are timed next do so, too."""
+    inside = []
+
+    def noted(region, options, check=None):
+        inside.append(torch._C._current_graph_task_id() != -1)
+        return region.original.forward
+
+    graph = judged((1000, 900), optimiser=noted, dropout=1e-9)  # random, and nothing is dropped
+    assert graph.outcome.step_rows[0].status is KEPT
+    assert inside == [False, False]
