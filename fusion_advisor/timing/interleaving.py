@@ -56,7 +56,7 @@ def recorded(
     is_warm: bool = False,
     error_mode: str = "global",
 ) -> Callable[[], None]:
-    """Record ``call`` into a CUDA graph and return its replay.
+    """Record ``call`` into a CUDA graph and return its replay, which keeps the call.
 
     Args:
         call: warmed up here on a side stream before it is recorded, unless it is warm.
@@ -84,7 +84,12 @@ def recorded(
     except RuntimeError as error:
         raise CannotRecord(str(error).strip().splitlines()[0]) from error
     torch.cuda.synchronize()
-    return graph.replay
+    return functools.partial(_replayed, graph, call)
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, _call: Callable[[], Any]) -> None:
+    """Replay a graph. It reads tensors of the call (folded constants, say), which live as long as it does."""
+    graph.replay()
 
 
 def _warm_up(call: Callable[[], Any], before: Callable[[], object]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -18,6 +21,8 @@ _COPYING = frozenset(
 
 
 _RECORDABLE_COLLECTIVES = "_c10d_functional."
+_READING_SEEDS = frozenset({"_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward"})
+"""Ops that read the seed of a dropout in host memory when they are launched, and on the device when they are recorded."""
 
 
 def has_collectives(module: GraphModule) -> bool:
@@ -61,6 +66,42 @@ def host_work(module: GraphModule, *, holds_collectives: bool = False) -> str | 
                     f"`{source.target if source.op == 'placeholder' else source.name}` is read in host memory in {place_of(node)}"
                 )
     return None
+
+
+def seed_slots(module: GraphModule) -> tuple[int, ...]:
+    """Return the inputs in which a backward pass is given the seeds of attention's dropout, by place.
+
+    Attention of fp32 and of masks returns them in host memory when it is launched, and on the device when it is recorded. Its
+    backward pass takes them for what they are in the same case. Launched with seeds of the device it reads them from the host,
+    and a replay of it recorded with seeds of the host reads them from the device: both end the process or its CUDA context.
+
+    Args:
+        module: a backward pass, as AOTAutograd made it or rewritten.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    seeds = {seed for node in module.graph.nodes for seed in _seeds(node)}
+    return tuple(slot for slot, node in enumerate(placeholders) if node in seeds)
+
+
+def _seeds(node: Node) -> list[Node]:
+    if not isinstance(node.target, torch._ops.OpOverload) or _op_name(node) not in _READING_SEEDS:
+        return []
+    names = [one.name for one in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if not given["dropout_p"]:
+        return []
+    return [one for one in (given["philox_seed"], given["philox_offset"]) if isinstance(one, Node)]
+
+
+def has_host_seeds(module: GraphModule, args: Sequence[Any]) -> bool:
+    """Whether a pass cannot be recorded because it is given seeds in host memory (:func:`seed_slots`).
+
+    Args:
+        module: the pass.
+        args: of its call.
+    """
+    given = [args[slot] for slot in seed_slots(module)]
+    return any(isinstance(one, torch.Tensor) and not one.is_cuda for one in given)
 
 
 def writes_of(module: GraphModule) -> tuple[frozenset[int], bool]:

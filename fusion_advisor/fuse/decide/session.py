@@ -14,6 +14,7 @@ from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.codegen.common.interface import BuiltKernel, Header, Rendered
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
+from fusion_advisor.fuse.cuda_graph.capturable import has_host_seeds
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.collective_kernels import GroupCall
@@ -148,7 +149,12 @@ class Bench:
 
     @property
     def recorder(self) -> Record | None:
-        """What records the step to time it; None where it meets other processes that do not record it with this one."""
+        """What records the step to time it; None where no graph can hold it.
+
+        It meets other processes that do not record it with this one, or it is a backward pass and its forward pass was launched.
+        """
+        if any(has_host_seeds(self.live.regions[run.place].graph, run.args) for run in self.live.in_order()):
+            return None
         return self.record or (recorded if self.is_alone else None)
 
     def observe(self, fusions: Sequence[PlannedFusion], also: Collection[int] = ()) -> None:

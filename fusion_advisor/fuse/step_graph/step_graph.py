@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule
 
-from fusion_advisor.fuse.cuda_graph.capturable import host_work
+from fusion_advisor.fuse.cuda_graph.capturable import host_work, seed_slots
 from fusion_advisor.fuse.cuda_graph.recording import Recorder
 from fusion_advisor.fuse.rewrite.launch_count import tallies_in, total
 from fusion_advisor.fuse.step_graph.pass_graph import PassGraph, record_pass
@@ -158,6 +158,7 @@ class StepGraph:
         self.launches = 0
         self._passes = forward, backward
         self._saved = saved_names(backward.graph)
+        self._seeds = seed_slots(backward.graph)
         self._make_recorder = make_recorder
         self._recorder: Recorder | None = None
         self._recorded: _Recorded | None = None
@@ -192,7 +193,7 @@ class StepGraph:
 
     def _backward(self, args: list[Any]) -> Any:
         if self._recorded is None:  # there is nothing to say: its forward pass was launched kernel by kernel
-            return self._passes[1].run(args)
+            return self._launch(1, args)
         return self._guarded(1, args, self._replay_backward)
 
     def _guarded(self, which: int, args: list[Any], replay: Callable[[Sequence[Any]], list[Any] | None]) -> Any:
@@ -207,11 +208,17 @@ class StepGraph:
             else:
                 self._say("another thread is running it")
         if found is None:
-            return self._passes[which].run(args)
+            return self._launch(which, args)
         self.replays[which] += 1
         if which:
             args.clear()  # as a backward pass does that frees what it has read
         return found
+
+    def _launch(self, which: int, args: list[Any]) -> Any:
+        """Launch a pass kernel by kernel; a backward pass may get what a replay of the forward pass kept."""
+        for slot in self._seeds if which else ():
+            args[slot] = args[slot].cpu()
+        return self._passes[which].run(args)
 
     def _replay_forward(self, args: Sequence[Any]) -> list[Any] | None:
         if self._recorder is None:

@@ -317,3 +317,19 @@ def test_forget_frees_the_graphs_and_a_later_call_records_anew(made, direct):
     for seed in (2, 3):
         assert_same(step(compiled, seed), step(direct, seed))
     assert graphs.replays == [2, 2] and backend.recorder.recorded == 4
+
+
+def test_launches_read_seeds_of_attention_in_host_memory(made):
+    """A replay of the forward pass keeps them on the device, and its backward pass may be launched kernel by kernel."""
+    compiled, _, backend = made
+
+    class OnDevice:
+        def cpu(self):
+            return "in host memory"
+
+    step(compiled, 0)
+    backend.graphs._seeds, given = (1,), {}
+    for which, name in enumerate(("forward", "backward")):
+        backend.passes[name].run = lambda args, name=name: given.update({name: [type(one) for one in args]})
+        backend.graphs._launch(which, [OnDevice(), OnDevice()])
+    assert given == {"forward": [OnDevice, OnDevice], "backward": [OnDevice, str]}

@@ -7,6 +7,8 @@ import gc
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.step_graph.step_graph import WAITING
@@ -85,3 +87,43 @@ def test_memory_stays_the_same_and_is_freed(pair):
     backend.graphs.forget()
     gc.collect()
     assert torch.cuda.memory_allocated() < held.pop()
+
+
+class Attending(torch.nn.Module):
+    """Attention in fp32 with a mask and a dropout: its seeds lie in host memory, or on the device in a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(64, 192), torch.nn.Linear(64, 3)
+
+    def forward(self, x, mask):
+        heads = self.inner(x).view(2, 16, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            found = functional.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=0.25)
+        rows = self.outer(found.transpose(1, 2).flatten(2))
+        return rows.square().mean(), rows
+
+
+def attended(model, seed):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(seed)).cuda()
+    loss, rows = model(x, torch.zeros(2, 1, 16, 16, device="cuda"))
+    loss.backward()
+    return [loss.detach(), rows.detach(), *(one.grad for one in model.parameters())]
+
+
+def test_seeds_of_attention_are_read_where_they_lie():
+    torch.manual_seed(0)
+    model, backend = Attending().cuda(), Backend(CudaRecorder())
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    direct = torch.compile(twin, backend=Backend(CudaRecorder(), is_on=False), dynamic=False)
+    for seed in range(4):
+        assert_same(attended(compiled, seed), attended(direct, seed))
+    assert backend.graphs.replays == [3, 3] and backend.graphs._seeds
+    turns = iter((None, "planted"))
+    backend.recorder.refusal = lambda: next(turns)
+    assert_same(attended(compiled, 9), attended(direct, 9))  # a launched backward pass after a replayed forward pass
+    assert backend.graphs.replays == [4, 3] and backend.graphs.refusals == {"planted": 1}
+    torch.compiler.reset()
