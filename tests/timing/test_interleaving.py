@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
 import time
 import weakref
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -358,9 +358,9 @@ def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monke
     seen.clear()
     recorded(lambda: seen.append("run"), around=lambda: Around("own"), is_warm=True)()
     assert seen == ["+own", "+capture", "run", "-capture", "-own", "replay"]
-    constant = [SimpleNamespace()]
-    read = weakref.ref(constant[0])
-    replay = recorded(lambda one=constant.pop(): one)
+    constant = Stream()
+    read, replay = weakref.ref(constant), recorded(functools.partial(str, constant))
+    del constant
     gc.collect()
     assert read() is not None  # a graph reads what belongs to its call
     del replay
