@@ -3,7 +3,8 @@
 Both read the same tensors. Autograd computes the weight's gradient in the midst of the input's, and a chain's kernel runs before
 the first op outside the chain that reads a result of it. So the input's gradient would be two kernels. Nothing waits for a
 weight's gradient, so its ops move down to the next op that no chain takes, a product of matrices mostly. They go no further,
-because what they read is kept until then.
+because what they read is kept until then. Nor do they pass the sums of another norm: eight norms and activations in a row, without
+a product, would keep the gradients of all of them until the end.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def sink_column_sums(graph_module: GraphModule) -> GraphModule:
         below = _below(node) if _sums_columns(node) else None
         if below is None:
             continue
-        barrier = next(one for one in nodes[place[node] + 1 :] if not _is_light(one))
-        moved = {one for one in _above(below) if place[one] < place[barrier]}
+        moved = _above(below)
+        read = _read_by(moved)
+        barrier = next(one for one in nodes[place[node] + 1 :] if not _is_light(one) or _is_of_others(one, read))
+        moved = {one for one in moved if place[one] < place[barrier]}
         for one in sorted(moved, key=place.__getitem__):
             barrier.prepend(one)
     graph_module.graph.lint()
@@ -89,6 +92,17 @@ def _above(found: set[Node]) -> set[Node]:
                 found.add(source)
                 waiting.append(source)
     return found
+
+
+def _is_of_others(node: Node, read: set[Node]) -> bool:
+    """Whether an op sums over rows, and over nothing that some other sums read."""
+    below = _below(node) if _sums_columns(node) else None
+    return below is not None and _read_by(_above(below)).isdisjoint(read)
+
+
+def _read_by(found: set[Node]) -> set[Node]:
+    """What some ops read of others."""
+    return {source for node in found for source in node.all_input_nodes} - found
 
 
 def _class(node: Node) -> OpClass:

@@ -100,6 +100,26 @@ def test_sums_of_columns_stand_right_before_the_next_product():
     assert any(gain < product for product in products)
 
 
+def most_alive(graph_module, elements):
+    """The most results of a size that wait at once for an op that reads them."""
+    alive, most = {}, 0
+    for node in graph_module.graph.nodes:
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and node.op == "call_function" and value.numel() == elements:
+            alive[node] = set(node.users)
+        most = max(most, len(alive))
+        for users in alive.values():
+            users.discard(node)
+        alive = {one: users for one, users in alive.items() if users}
+    return most
+
+
+def test_sums_of_one_norm_do_not_wait_for_those_of_others():
+    """Without a product between them, the gradients of all norms would be kept until the end."""
+    blocks = [nn.Sequential(nn.LayerNorm(16), nn.GELU()) for _ in range(8)]
+    (backward,) = passes(nn.Sequential(*blocks), input=torch.randn(64, 16, requires_grad=True))["backward"]
+    assert most_alive(sink_column_sums(split_norm_gradients(backward)), 64 * 16) <= 4
+
+
 def test_a_sum_that_is_used_on_stays_where_it_is():
     class Used(nn.Module):
         def __init__(self):
