@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -179,9 +180,26 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 def _run(command: list[str], folder: Path, what: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        shown = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else json.dumps(done.returncode))
-        raise CannotExport(detail=f"{what} does not work: {shown.strip()[:300]}")
+        raise CannotExport(detail=f"{what} does not work: {why_it_failed(done)}")
+
+
+def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the line that says why a process failed, or the signal that ended it and a compiler that is the usual cause.
+
+    On one H200's host ``CXX`` named a compiler of its own beside the system's. AOTInductor's packages of any model that it made
+    ended with SIGSEGV in ``std::regex`` when they were loaded; those that the system's g++ 13.3 made ran.
+
+    Args:
+        done: the process, with what it wrote.
+    """
+    if done.returncode < 0:
+        name = next((one.name for one in signal.Signals if one == -done.returncode), str(-done.returncode))
+        compiler = os.environ.get("CXX", "")
+        advice = f"; CXX is {compiler}: try the compiler of the system, with CXX unset" if compiler else ""
+        return f"{name} ended it{advice}"
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    shown = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else f"exit status {done.returncode}")
+    return shown[:300]
 
 
 def _write(folder: Path, files: Mapping[str, bytes | Path]) -> None:

@@ -3,8 +3,8 @@
 Both read the same tensors. Autograd computes the weight's gradient in the midst of the input's, and a chain's kernel runs before
 the first op outside the chain that reads a result of it. So the input's gradient would be two kernels. Nothing waits for a
 weight's gradient, so its ops move down to the next op that no chain takes, a product of matrices mostly. They go no further,
-because what they read is kept until then. Nor do they pass the sums of another norm: eight norms and activations in a row, without
-a product, would keep the gradients of all of them until the end.
+because what they read is kept until then. Nor do they pass the sums of another norm: eight norms and activations in a row, and no
+product, would keep the gradients of all of them until the end.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.aot_package.op_source import refuse_python_launches
 from fusion_advisor.export.aot_package.traced import named_tensors
-from fusion_advisor.export.aot_package.write_pt2 import op_library_files, pt2_context
+from fusion_advisor.export.aot_package.write_pt2 import op_library_files, pt2_context, why_it_failed
 from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.records.serialize import read_report
 from tests.export import models
@@ -189,3 +189,20 @@ def test_a_compiler_that_fails_leaves_nothing(tmp_path, monkeypatch):
         fused.export(tmp_path / "small", format="pt2")
     assert list(tmp_path.iterdir()) == [compiler]
     fused.revert()
+
+
+@pytest.mark.parametrize(
+    ("code", "compiler", "said"),
+    [
+        (-11, "their-g++", "SIGSEGV ended it; CXX is their-g++: try the compiler of the system, with CXX unset"),
+        (-9, "", "SIGKILL ended it"),
+        (1, "their-g++", "RuntimeError: no such op"),
+        (2, "", "the last line"),
+    ],
+    ids=["a crash", "a signal", "an exception", "no error"],
+)
+def test_a_failed_process_is_told_by_its_error_or_its_signal(code, compiler, said, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    written = {1: "Traceback\n  RuntimeError: no such op\n  x\n", 2: "one\nthe last line\n"}.get(code, "")
+    assert why_it_failed(subprocess.CompletedProcess([], code, "", written)) == said
+    assert why_it_failed(subprocess.CompletedProcess([], 3, "", "")) == "exit status 3"
