@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.codegen.common.header_comment import wrap
@@ -20,6 +20,7 @@ from fusion_advisor.export.forward_source import ForwardPrinter, Source
 from fusion_advisor.export.kernel_ops import KernelOp
 from fusion_advisor.export.outputs import OutputPrinter
 from fusion_advisor.export.parameters import Layer, joined_tensors, place_of, tensor_names
+from fusion_advisor.fuse.cuda_graph.capturable import UNDO_BYTES, has_collectives, saved_inputs
 from fusion_advisor.fuse.cuda_graph.tail import LastProduct, last_product
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.runtime.call_tensors import is_object
@@ -95,7 +96,8 @@ def printed(loaded: LoadedWorkload, found: Rewritten) -> Printed:
     text = "\n".join([*body, *(line for function in printer.functions for line in function.lines)])
     context = {
         "class_name": type(model).__name__, "imports": sorted(output.imports), "functions": _functions(printer),
-        "body": body, "result": result, "written": written, "specs": specs, "sets": bool(found.assigned),
+        "body": body, "result": result, "written": written,
+        "saved": _saved(found.module, arguments, given), "specs": specs, "sets": bool(found.assigned),
         "arguments": [name for name in call if isinstance(call[name], torch.Tensor) or name in objects],
         "tensors": [(name, laid(name, meta)) for name, meta in metas], "has_functional": "F." in text,
         "has_aten": "aten." in text,
@@ -223,6 +225,16 @@ def _written(graph: Graph, arguments: Mapping[Node, str]) -> list[str]:
     """Return the paths of the call's tensors that a graph writes into."""
     keys = {key for node in graph.nodes if node.op == "call_function" for key in written_storages(node)}
     return sorted(name for node, name in arguments.items() if not keys.isdisjoint(storages(node)))
+
+
+def _saved(module: GraphModule, arguments: Mapping[Node, str], given: Mapping[str, torch.Tensor]) -> list[str] | None:
+    """Return the paths of what undoes a graph when it is put back; None where that would not, is too large or is no argument."""
+    slots = saved_inputs(module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if slots is None or has_collectives(module) or any(placeholders[slot] not in arguments for slot in slots):
+        return None
+    paths = sorted({arguments[placeholders[slot]] for slot in slots})
+    return paths if sum(given[path].nbytes for path in paths) <= UNDO_BYTES else None
 
 
 def _constants(found: Rewritten) -> dict[str, torch.Tensor]:

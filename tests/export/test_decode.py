@@ -112,7 +112,20 @@ def check_graphs(package, model, inputs):
     assert recorder.replays == 3
     assert all(map(torch.equal, found, logits))
     assert all(map(torch.equal, held(launched[cache]), held(replayed[cache])))
+    check_a_change(package, model, launched, replayed, recorder)
     package.revert(model)
+
+
+def check_a_change(package, model, launched, replayed, recorder):
+    """Fail where a change of the model that is seen behind the launch leaves another cache than the model's own forward."""
+    assert package.forward.SAVED is not None and all("cumulative" in one for one in package.forward.SAVED)
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + 1)
+    replays, cache = recorder.replays, cache_name(model)
+    found = model(**replayed)
+    assert recorder.replays == replays + 1 and len(package.fallbacks(model)) == 1
+    assert torch.equal(found.logits, type(model).forward(model, **launched).logits)
+    assert all(map(torch.equal, held(launched[cache]), held(replayed[cache])))
+    hook.remove()
 
 
 class Counted:

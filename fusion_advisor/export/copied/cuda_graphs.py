@@ -84,6 +84,21 @@ class _Recorded:
     replay: Callable[[], None]
     kept: frozenset[int]
     """Addresses of memory that outlives the graph: the model's, and what the call's objects hold."""
+    saved: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """What is put back after a replay in vain, each with the copy that the graph begins with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A call whose graph is under way.
+
+    Attributes:
+        results: hands out its results; until then nobody has them.
+        undo: puts back what the graph writes and the same call would not write again.
+    """
+
+    results: Callable[[], Any]
+    undo: Callable[[], None]
 
 
 class Graphs:
@@ -94,15 +109,19 @@ class Graphs:
         tensors: of the model: parameters and buffers.
         written: paths of the call's tensors that the forward writes into.
         note: gets the reason why a call has no graph.
+        saved: paths of those that a replay in vain must put back: with a cache's counters as they were, the same call appends its
+            rows at the same places. None: what it writes cannot be undone so.
     """
 
     def __init__(
-        self, recorder: Recorder, tensors: Collection[torch.Tensor], written: Collection[str], note: Callable[[str], None]
-    ) -> None:
+        self, recorder: Recorder, tensors: Collection[torch.Tensor], written: Collection[str], note: Callable[[str], None],
+        saved: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
         self._recorder = recorder
         self._tensors = tensors
         self._written = frozenset(written)
         self._note = note
+        self._saved = saved
         self._known: dict[tuple[int, ...], _Recorded | str] = {}
         """By addresses: a graph, or why there is none; empty after the first call."""
 
@@ -132,26 +151,26 @@ class Graphs:
             self._known[key] = ""
             return forward(call)
         if isinstance(known, str):
-            known = known or self._recorded(key, call, copied, recorded or forward)
+            known = known or self._recorded(key, call, tensors, copied, recorded or forward)
         if isinstance(known, str):
             self._note(known)
             return forward(call)
         return self._replayed(known, call, copied)()
 
-    def started(self, call: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], Any] | None:
-        """Replay a call's graph where it has one, and return what hands out its results: until that is called nobody has them.
-
-        The model can be looked at while the GPU works. A call that writes into its tensors must not be started so.
+    def started(self, call: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Started | None:
+        """Replay a call's graph where it has one and can be undone: the model can be looked at while the GPU works.
 
         Args:
             call: as for :meth:`run`.
             tensors: as for :meth:`run`.
         """
-        if self._recorder.is_recording():
+        if self._recorder.is_recording() or (self._written and self._saved is None):
             return None
         key, copied = self._place(tensors)
         known = self._known.get(key)
-        return self._replayed(known, call, copied) if isinstance(known, _Recorded) else None
+        if not isinstance(known, _Recorded):
+            return None
+        return Started(self._replayed(known, call, copied), functools.partial(_copy, known.saved, backwards=True))
 
     def _replayed(self, known: _Recorded, call: Mapping[str, Any], copied: Collection[str]) -> Callable[[], Any]:
         for name in copied:
@@ -166,18 +185,33 @@ class Graphs:
         return tuple(map(_address, itertools.chain(self._tensors, fixed))), copied
 
     def _recorded(
-        self, key: tuple[int, ...], call: Mapping[str, Any], copied: Collection[str], forward: Callable[[Mapping[str, Any]], Any]
-    ) -> _Recorded | str:
-        own = {**call, **{name: call[name].clone() for name in copied}}
+        self, key: tuple[int, ...], call: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], copied: Collection[str],
+        forward: Callable[[Mapping[str, Any]], Any],
+    ) -> _Recorded | str:  # fmt: skip
+        with torch.inference_mode(False):  # they are written in later calls, in no_grad too
+            own = {**call, **{name: torch.empty_like(call[name]).copy_(call[name]) for name in copied}}
+            saved = tuple((tensors[name], torch.empty_like(tensors[name])) for name in self._saved or ())
+
+        def run() -> Any:
+            _copy(saved)
+            return forward(own)
+
         try:
-            output, replay = self._recorder.record(lambda: forward(own))
+            output, replay = self._recorder.record(run)
             held = [tensor for name, value in own.items() if name not in copied for tensor in _tensors_in(value)]
             kept = frozenset(tensor.untyped_storage().data_ptr() for tensor in (*self._tensors, *held))
-            found: _Recorded | str = _Recorded(own, output, replay, kept)
+            found: _Recorded | str = _Recorded(own, output, replay, kept, saved)
         except RuntimeError as error:  # nothing ran: the call can still be made
             found = f"no CUDA graph: {str(error).partition(chr(10))[0]}"
         self._known[key] = found
         return found
+
+
+def _copy(saved: tuple[tuple[torch.Tensor, torch.Tensor], ...], *, backwards: bool = False) -> None:
+    """Copy tensors to what keeps them, or back; in one launch."""
+    if saved:
+        own, copies = [one for one, _ in saved], [copy for _, copy in saved]
+        torch._foreach_copy_(own if backwards else copies, copies if backwards else own)
 
 
 def _handed_out(recorded: _Recorded, call: Mapping[str, Any], copied: Collection[str]) -> Any:

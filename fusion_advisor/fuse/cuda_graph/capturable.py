@@ -12,6 +12,8 @@ from fusion_advisor.capture.graph.fx_nodes import source_of, storages, written_s
 from fusion_advisor.capture.graph.op_classes import is_collective
 from fusion_advisor.fuse.rewrite.collective_kernels import GroupCall
 
+UNDO_BYTES = 64 << 10
+"""Of what a step writes to, as much is copied at each step so that it can be put back: a launch of two microseconds."""
 _WAITING = frozenset({"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
 """Ops that hand a value to the host, or whose result's size does."""
 _COPYING = frozenset(

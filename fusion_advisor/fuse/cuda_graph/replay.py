@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor import units
 from fusion_advisor.errors import HalfWritten
-from fusion_advisor.fuse.cuda_graph.capturable import has_collectives, host_work, saved_inputs, writes_of
+from fusion_advisor.fuse.cuda_graph.capturable import UNDO_BYTES, has_collectives, host_work, saved_inputs, writes_of
 from fusion_advisor.fuse.cuda_graph.recording import (
     Outputs,
     Recorder,
@@ -52,8 +52,6 @@ MOST_RECORDINGS = 32
 _MOST_MOVES = 3
 """A step whose inputs' addresses changed this often in a row is not recorded again: recording costs more than it saves."""
 _MOST_WAITS = 64
-_UNDO_BYTES = 64 << 10
-"""Of what a step writes to, as much is copied at each step so that it can be put back: a launch of two microseconds."""
 
 
 @dataclass(slots=True)
@@ -379,7 +377,7 @@ class GraphedRegion:
     def _undo(self, values: Sequence[Any]) -> Undo:
         """Make room for copies of the inputs that the region writes to, unless these are too large or would not undo it."""
         written = [values[slot] for slot in self._saved or ()]
-        can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= _UNDO_BYTES
+        can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= UNDO_BYTES
         written = written if can_undo else []
         with torch.inference_mode(False):
             return Undo(can_undo=can_undo, written=tuple(written), saved=tuple(map(torch.empty_like, written)))

@@ -63,7 +63,8 @@ class FakeRecorder:
 
         def replay():
             self.replays += 1
-            output.total.copy_(run().total)
+            with torch.inference_mode(output.total.is_inference()):  # a device asks for no mode
+                output.total.copy_(run().total)
 
         return output, replay
 
@@ -167,6 +168,40 @@ def test_so_many_caches_have_graphs():
     assert recorder.replays == MOST_GRAPHS
     assert len(notes) == 2
     assert torch.equal(caches[-1].keys, torch.full((4,), 2.0))
+
+
+def test_a_call_that_was_started_in_vain_is_undone():
+    step, recorder, notes = Step(), FakeRecorder(), []
+    cache, x = Cache(), torch.ones(4)
+    call, tensors = {"cache": cache, "x": x}, {"cache.keys": cache.keys, "x": x}
+    graphs = Graphs(recorder, [step.weight], ["cache.keys"], notes.append, ["cache.keys"])
+    assert graphs.started(call, tensors) is None
+    for _ in range(2):
+        graphs.run(call, tensors, step)
+    assert torch.equal(cache.keys, torch.full((4,), 2.0))
+    graphs.started(call, tensors).undo()
+    assert recorder.replays == 2 and torch.equal(cache.keys, torch.full((4,), 2.0))
+    found = graphs.started(call, tensors).results()
+    assert torch.equal(cache.keys, torch.full((4,), 3.0)) and torch.equal(found.total, torch.full((4,), 5.0))
+
+
+def test_a_call_whose_writes_cannot_be_undone_is_not_started():
+    step, recorder, notes = Step(), FakeRecorder(), []
+    cache, x = Cache(), torch.ones(4)
+    call, tensors = {"cache": cache, "x": x}, {"cache.keys": cache.keys, "x": x}
+    graphs = Graphs(recorder, [step.weight], ["cache.keys"], notes.append)
+    for _ in range(2):
+        graphs.run(call, tensors, step)
+    assert graphs.started(call, tensors) is None and recorder.replays == 1
+
+
+def test_what_was_recorded_in_inference_mode_serves_calls_outside_it():
+    _, recorder, _, run = setup()
+    cache = Cache()
+    for mode in (torch.inference_mode, torch.inference_mode, torch.no_grad):
+        with mode():
+            found = run(cache, torch.full((4,), float(recorder.replays)))
+    assert recorder.replays == 2 and torch.equal(found.total, torch.full((4,), 5.0))
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import torch
 
 from . import _facts, _objects, ops
 from ._graphs import CudaRecorder, Graphs, Recorder
-from .forward import ARGUMENTS, JOINED, SETS, TENSORS, VALUES, WRITTEN, forward
+from .forward import ARGUMENTS, JOINED, SAVED, SETS, TENSORS, VALUES, WRITTEN, forward
 
 EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text(encoding="utf-8"))
 _OBJECTS_FILE = Path(__file__).parent / "objects.json"
@@ -64,7 +64,7 @@ def apply(model: torch.nn.Module, *, cuda_graph: bool = False, recorder: Recorde
     fused = FusedForward(model)
     if cuda_graph:
         tensors = [*model.parameters(), *model.buffers()]
-        fused.graphs = Graphs(recorder or CudaRecorder(), tensors, WRITTEN, fused.note)
+        fused.graphs = Graphs(recorder or CudaRecorder(), tensors, WRITTEN, fused.note, SAVED)
     model.forward = fused.method()
     return model
 
@@ -123,17 +123,18 @@ class FusedForward:
         refusal = self._refusal(call, len(args))
         given = {} if refusal else {name: call[name] for name in ARGUMENTS}
         tensors = {} if refusal or self.graphs is None or is_compiling else self._tensors(given)
-        started = None
-        if tensors and not WRITTEN:
-            started = self.graphs.started(given, tensors)  # the model is looked at while the GPU works
+        # The model is looked at while the GPU works.
+        started = self.graphs.started(given, tensors) if tensors else None
         if not refusal and not is_compiling:
             refusal = self.guard.change()
         if refusal:
+            if started is not None:
+                started.undo()
             if not is_compiling:
                 self.fallbacks[refusal] += 1
             return self.original(*args, **kwargs)
         if started is not None:
-            return started()
+            return started.results()
         if self.graphs is None or is_compiling:
             return self.launched(given)
         return self.graphs.run(given, tensors, self.launched)

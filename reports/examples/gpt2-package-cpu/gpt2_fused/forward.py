@@ -1,4 +1,4 @@
-"""The forward of `GPT2LMHeadModel` with kernels in place of chains of ops. Exported from run 20261129-045309-e670a7.
+"""The forward of `GPT2LMHeadModel` with kernels in place of chains of ops. Exported from run 20261129-111839-e670a7.
 
 Sizes are those of the call that was verified; any other call runs the model's own forward (see `_adapter.py`).
 """
@@ -20,6 +20,8 @@ TENSORS = {
 """Tensors of the call, as they were verified; one with dots in its name is held by an object."""
 WRITTEN = ()
 """Tensors of the call that it writes into."""
+SAVED = ()
+"""Those that say where it writes; put back, the same call writes the rest again. None: it cannot be undone so."""
 SETS = False
 """Whether it gives objects of the call other tensors, as a growing cache gets them."""
 VALUES = {'use_cache': False}
