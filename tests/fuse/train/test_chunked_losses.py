@@ -263,13 +263,13 @@ def _compared(times):
     return compare_rounds(*([one] * 20 for one in times))
 
 
-def judged(times=None, plant=lambda _: None, later_times=(), optimiser=None, **kind):
+def judged(times=None, plant=lambda _: None, later_times=(), optimiser=None, drops_logits=False, **kind):
     """The row of a graph whose loss in chunks is planted, or timed by planted clocks: ``later_times`` in turn, then ``times``."""
     rows = []
 
     class Planted(TrainedGraph):
         def __init__(self, graph_module, inputs, **more):
-            plan = plan_losses(graph_module, drops_logits=False, least_bytes=0)
+            plan = plan_losses(graph_module, drops_logits=drops_logits, least_bytes=0)
             plant(plan.chunked)
             turns = itertools.chain(later_times, itertools.repeat(times)) if later_times else itertools.repeat(times)
             clock = None if times is None else lambda *_: _compared(next(turns))
@@ -284,15 +284,26 @@ def judged(times=None, plant=lambda _: None, later_times=(), optimiser=None, **k
     torch.manual_seed(0)
     model = Speaker(**kind)
     plain = copy.deepcopy(model)
-    torch.compile(model, backend=backend, dynamic=False)(*batch()).backward()
-    plain(*batch()).backward()
+    returned = torch.compile(model, backend=backend, dynamic=False)(*batch())
+    loss_of(returned).backward()
+    rows[0].returned = returned
+    loss_of(plain(*batch())).backward()
     compare(gradients(model), gradients(plain))
     return rows[0]
+
+
+def loss_of(outputs):
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def unchanged(region, options, check=None):
     """Rewrite nothing in a pass."""
     return region.original.forward
+
+
+def copied(region, options, check=None):
+    """Stands for a pass with kernels."""
+    return torch.fx.GraphModule(region.original, copy.deepcopy(region.original.graph)).forward
 
 
 @pytest.mark.parametrize("z", [0.05, 1e-4])
@@ -311,6 +322,14 @@ def test_it_stays_unless_the_step_is_slower(times, status):
 
 
 SLOWER, FASTER = (900, 1000), (1000, 900)
+
+
+def test_where_the_logits_stay_in_the_step_nobody_is_given_their_gradient():
+    graph = judged(FASTER, later_times=[SLOWER, SLOWER], optimiser=copied, returns_logits=True, drops_logits=True)
+    assert graph.outcome.step_rows[0].status is Status.SLOWER and widest(graph) == ROWS * WORDS
+    given = [node.meta["val"].shape for node in graph.halves[1].graph.graph.nodes if str(node.target).startswith("tangents")]
+    assert [tuple(shape) for shape in given] == [()]
+    assert graph.is_rewritten and graph.returned[1] is None
 
 
 @pytest.mark.parametrize(("fused", "status"), [(FASTER, KEPT), ((1000, 1000), KEPT), (SLOWER, Status.SLOWER)], ids=str)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
 from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.train.gradients import check_gradients
+from fusion_advisor.fuse.train.judge.gradients import check_gradients
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.timing.paired import compare_rounds
 from tests.tiny import BANDWIDTH
@@ -295,11 +295,14 @@ def test_it_stays_where_the_whole_step_is_faster(times, is_kept, x):
     torch.manual_seed(0)
     model, graphs = Block(), []
 
+    def compared(*_):
+        return compare_rounds([times[0]] * 20, [times[1]] * 20)
+
     def backend(graph_module, inputs):
-        call = fuse_graph(graph_module, inputs, replace(OPTIONS, keep="paying"), functools.partial(verified, optimise))
-        call._compared = lambda *_: compare_rounds([times[0]] * 20, [times[1]] * 20)
-        graphs.append(call)
-        return call
+        options, optimiser = replace(OPTIONS, keep="paying"), functools.partial(verified, optimise)
+        trained = functools.partial(TrainedGraph, compare=compared)
+        graphs.append(fuse_graph(graph_module, inputs, options, optimiser, trained=trained))
+        return graphs[-1]
 
     step(torch.compile(model, backend=backend, dynamic=False), x)
     (call,) = graphs
