@@ -35,8 +35,10 @@ from fusion_advisor.fuse.train.judge.loss_verdict import NO_MEMORY, LossTrial
 from fusion_advisor.fuse.train.judge.recompute_verdict import RecomputeTrial
 from fusion_advisor.fuse.train.judge.step_comparison import StepComparison, is_on_cuda
 from fusion_advisor.fuse.train.passes.both_passes import BothPasses, Half
+from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES
 from fusion_advisor.fuse.train.passes.recomputed import recomputed
 from fusion_advisor.records import Capture, GraphRewrite, ModelCheck, Recomputed, Status
+from fusion_advisor.runtime.torch_internals import autograd_graphs
 from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.paired import Comparison
 
@@ -117,30 +119,29 @@ class TrainedGraph:
         first = graph_module if flagged is None else flagged.module
         if losses is not None and losses.whole is not None:
             first = losses.whole
-        self._plain = self._passes = self._base = BothPasses(first, inputs, half)
+        least = LEAST_BYTES if options.is_timed else 0
+        both = functools.partial(BothPasses, inputs=inputs, half=half, least_bytes=least)
+        self._plain = self._passes = self._base = both(first)
         if self._budget < 1:
-            self._passes = self._base = BothPasses(first, inputs, half, self._budget)
+            self._passes = self._base = both(first, memory_budget=self._budget)
         put = losses.chunked if losses is not None else None
-        self._chunked = None if put is None else BothPasses(put.module, inputs, half, self._budget)
+        self._chunked = None if put is None else both(put.module, memory_budget=self._budget)
         like: Callable[[Call], Call] = (lambda call: call) if put is None else put.like
         self._own = like(graph_module.forward)
         self._comparison = StepComparison(
             own=self._own, plain=self._plain, traced=traced, like=like, names=names, clock=clock, check=check
         )
-        self._again = self._recomputing(self._chunked or self._base, first if put is None else put.module, inputs, half)
+        self._again = self._recomputing(
+            self._chunked or self._base, functools.partial(both, first if put is None else put.module)
+        )
         self._call: Call | None = None
 
-    def _recomputing(
-        self, whole: BothPasses, graph_module: GraphModule, inputs: list[Any], half: Callable[[GraphModule, str], Half]
-    ) -> list[RecomputeTrial]:
+    def _recomputing(self, whole: BothPasses, both: Callable[..., BothPasses]) -> list[RecomputeTrial]:
         """Return the step without and with each option that has something to compute again; none under a budget."""
         if self._budget < 1 or self._options.dry_run or len(whole.graphs) < 2:
             return []
         options = [one for one in RECOMPUTE_OPTIONS if self._options.wants(one.rewrite.id) and one.is_in(whole.graphs["forward"])]
-        found = [
-            RecomputeTrial(option=one, whole=whole, passes=BothPasses(graph_module, inputs, half, prepare=one.put))
-            for one in options
-        ]
+        found = [RecomputeTrial(option=one, whole=whole, passes=both(prepare=one.put)) for one in options]
         return [one for one in found if one.passes.sites]
 
     @property
@@ -173,7 +174,8 @@ class TrainedGraph:
         if self._call is None:
             numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
             try:
-                self.outcome = self._judged(args)
+                with autograd_graphs.without_saved_hooks():
+                    self.outcome = self._judged(args)
             except torch.cuda.OutOfMemoryError:
                 self.outcome = Outcome(NO_MEMORY, step_rows=self._flag_rows)
             finally:

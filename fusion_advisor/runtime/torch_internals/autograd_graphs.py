@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusion_advisor.errors import NoSecondDerivative
 from fusion_advisor.runtime.torch_internals import fx_trace
 
 _LEAST_BUDGET = 1e-6
@@ -31,7 +34,8 @@ _SEEN_THROUGH = (
 MakeCall = Callable[[GraphModule], Callable[..., Any]]
 """Takes one of the two graphs and returns what runs in its place: a call.
 
-Where the call has a method ``take``, that is given the arguments as one list instead, which it may empty.
+Where the call has a method ``take``, that is given the arguments as one list instead, which it may empty. Where it has the
+attribute ``takes_none`` too, the gradient of an output that was given none is None there; else autograd makes zeros of it.
 """
 
 
@@ -68,11 +72,13 @@ def with_backward(
         memory_budget: share of what would be kept by default that may be; with 0 little but the inputs and what is random.
         prepare: changes the graph of both passes before it is parted, or tags what the second computes again.
     """
+    takes_none = [False]
 
     def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
         def compiled(half: GraphModule, _: list[Any]) -> Callable[..., Any]:
             _keep_what_is_given()
             call = make(half)
+            takes_none[0] |= getattr(call, "takes_none", False)
             take = getattr(call, "take", None)
             if take is not None:
                 return _Boxed(take)
@@ -94,7 +100,69 @@ def with_backward(
     }  # fmt: skip
     with config.patch(own):
         call: Callable[..., Any] = to_graphs(graph_module, inputs)
-    return call
+
+    return functools.partial(_watched, call, takes_none[0])
+
+
+def _watched(call: Callable[..., Any], takes_none: bool, *args: Any) -> Any:
+    results = call(*args)
+    node = _backward_node(results, args)
+    if node is not None:
+        if takes_none:
+            node.set_materialize_grads(False)
+        node.register_hook(_watch_gradients)
+    return results
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """A gradient of a compiled backward pass that is to be differentiated itself.
+
+    Torch raises too, where something that the pass reads asks for a gradient. Where nothing does, torch before 2.12 returned
+    gradients like constants: a penalty on them would have had no effect, and nobody would have been told.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, _asks: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient."""
+        return gradient.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Any) -> Any:
+        """Say that there is none.
+
+        Raises:
+            NoSecondDerivative: always.
+        """
+        raise NoSecondDerivative
+
+
+def _without_second(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...] | None:
+    """Have gradients raise where they are differentiated; only ``create_graph`` runs a backward pass with gradients enabled."""
+    if not torch.is_grad_enabled():
+        return None
+    asks = torch.empty(0, requires_grad=True)
+    return tuple(one if one is None else _NoSecondDerivative.apply(asks, one) for one in gradients)
+
+
+_watch_gradients: Any = torch.compiler.disable(_without_second)
+"""A model that differentiates by itself runs it in a frame that dynamo compiles."""
+
+
+def _backward_node(results: Any, args: tuple[Any, ...]) -> Any:
+    """Return the node of autograd's that the call has just made; None where no result asks for a gradient.
+
+    AOTAutograd makes views of some results behind it. What lies behind the arguments is somebody else's.
+    """
+    given = {one.grad_fn for one in args if isinstance(one, torch.Tensor)}
+    waiting: list[Any] = [one.grad_fn for one in results if isinstance(one, torch.Tensor)]
+    while waiting:
+        node = waiting.pop(0)
+        if node is None or node in given:
+            continue
+        if node.name() == "CompiledFunctionBackward" and hasattr(node, "set_materialize_grads"):
+            return node
+        waiting.extend(source for source, _ in node.next_functions)
+    return None
 
 
 def _partitioned(
@@ -169,9 +237,41 @@ def _keep_what_is_given() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+def output_of_gradient(node: Node) -> int | None:
+    """Return the place of the output whose gradient an input of a backward graph is.
+
+    Args:
+        node: an input of a backward graph.
+
+    Returns:
+        None for another input, and for the gradient of what no output is itself: the base of views, a tensor that is written.
+    """
+    about = node.meta.get("desc")
+    if not isinstance(about, TangentAOTInput) or not isinstance(about.output, PlainAOTOutput):
+        return None
+    return about.output.idx
+
+
 def saves_through_hooks() -> bool:
     """Whether ``saved_tensors_hooks`` are active in this thread: what is kept for a backward pass then is what they return."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextlib.contextmanager
+def without_saved_hooks() -> Iterator[None]:
+    """Take the ``saved_tensors_hooks`` of this thread away while the context lasts.
+
+    A checkpoint counts what is saved inside of it, and what else runs there is none of it.
+    """
+    taken = []
+    while saves_through_hooks():
+        taken.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def copied_graph(graph_module: GraphModule) -> GraphModule:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from fusion_advisor.errors import NoSecondDerivative
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 
 
@@ -41,6 +42,92 @@ def test_hooks_on_what_is_kept_are_seen_where_they_are_active():
     with torch.autograd.graph.save_on_cpu():
         assert autograd_graphs.saves_through_hooks()
     assert not autograd_graphs.saves_through_hooks()
+
+
+def test_hooks_on_what_is_kept_are_taken_away_and_put_back_in_their_order():
+    seen = []
+
+    def note(name):
+        def pack(tensor):
+            seen.append(name)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    x = torch.randn(3, requires_grad=True)
+    with note("outer"):
+        with note("inner"):
+            with autograd_graphs.without_saved_hooks():
+                assert not autograd_graphs.saves_through_hooks()
+                x.sin()
+            x.sin()
+        x.sin()
+    assert seen == ["inner", "outer"] and not autograd_graphs.saves_through_hooks()
+
+
+def test_a_gradient_that_is_not_asked_for_is_none_where_a_pass_takes_none_and_zeros_elsewhere():
+    def given(takes_none):
+        seen = []
+
+        class Backward:
+            def __init__(self, graph):
+                self.graph, self.takes_none = graph, takes_none
+
+            def take(self, args):
+                places = map(autograd_graphs.output_of_gradient, self.graph.graph.find_nodes(op="placeholder"))
+                seen.append([one for place, one in zip(places, args, strict=True) if place == 1])
+                return [torch.ones(3)]
+
+        def backend(graph_module, inputs):
+            return autograd_graphs.with_backward(graph_module, inputs, lambda graph: graph.forward, Backward)
+
+        x = torch.randn(3, requires_grad=True)
+        first, _ = torch.compile(lambda x: (x.sin().sum(), x.cos()), backend=backend, dynamic=False)(x)
+        first.backward()
+        torch.compiler.reset()
+        return seen
+
+    assert given(True) == [[None]]
+    ((zeros,),) = given(False)
+    assert not zeros.any() and zeros.shape == (3,)
+
+
+@pytest.mark.parametrize("reads_weights", [True, False])
+def test_a_gradient_that_is_differentiated_says_that_it_has_none(reads_weights):
+    x = torch.randn(3, requires_grad=True)
+    result, _ = halves_of(lambda x: ((x.sin() if reads_weights else x) * 2).sum(), x)
+    (gradient,) = torch.autograd.grad(result, x, create_graph=True)
+    torch.testing.assert_close(gradient.detach(), 2 * x.detach().cos() if reads_weights else torch.full((3,), 2.0))
+    assert gradient.requires_grad
+    with pytest.raises(NoSecondDerivative, match=r"fused\.revert\(\)"):
+        gradient.square().sum().backward()
+
+
+def test_what_another_compiled_step_made_before_is_left_alone():
+    """A view of an input is a result too; its node is that of whoever made the input."""
+
+    class Backward:
+        takes_none = True
+
+        def __init__(self, graph):
+            self.take = lambda args: graph.forward(*args)
+
+    def earlier(graph_module, inputs):
+        return autograd_graphs.with_backward(graph_module, inputs, lambda graph: graph.forward, lambda graph: graph.forward)
+
+    def later(graph_module, inputs):
+        return autograd_graphs.with_backward(graph_module, inputs, lambda graph: graph.forward, Backward)
+
+    x = torch.randn(4, requires_grad=True)
+    one, _ = torch.compile(lambda x: (x.sin(), x.cos()), backend=earlier, dynamic=False)(x)
+    later_step = torch.compile(lambda one: (one.view(2, 2), (two := one.exp())[:2], two[1:]), backend=later, dynamic=False)
+    view, *parts = later_step(one)
+    (view.sum() + sum(part.sum() for part in parts)).backward()  # nothing is asked of the cosine: autograd makes zeros for it
+    own = x.detach().clone().requires_grad_()
+    made = own.sin().exp()
+    (own.sin().sum() + made[:2].sum() + made[1:].sum()).backward()
+    torch.testing.assert_close(x.grad, own.grad)
+    torch.compiler.reset()
 
 
 def test_both_graphs_are_handed_over_before_the_first_backward_pass():

@@ -36,28 +36,35 @@ class TrainingStep:
     Attributes:
         names: of the inputs.
         args: the tensors of a call.
-        tangents: a gradient for each output that has one, in order.
+        tangents: a gradient for each output that has one, in order; None for one that is given none.
     """
 
     names: tuple[str, ...]
     args: tuple[Any, ...]
-    tangents: tuple[torch.Tensor, ...]
+    tangents: tuple[torch.Tensor | None, ...]
 
     @classmethod
-    def of(cls, call: Call, names: Sequence[str], args: Sequence[Any]) -> TrainingStep:
+    def of(
+        cls, call: Call, names: Sequence[str], args: Sequence[Any], unasked: frozenset[int] = frozenset()
+    ) -> TrainingStep:  # fmt: skip
         """Return the step of a call, with gradients of its outputs drawn at random: 1 for a single number.
 
         Args:
             call: runs the graph's own ops.
             names: of the inputs.
             args: the tensors of a call.
+            unasked: places of outputs that are given no gradient.
         """
         step = cls(tuple(names), tuple(args), ())
         with _same_numbers(args):
             outputs = _with_gradient(_tensors(call(*step.leaves())))
         generators: dict[torch.device, torch.Generator] = {}
-        tangents = []
-        for _, output in outputs:
+        without = {_name_of(place) for place in unasked}
+        tangents: list[torch.Tensor | None] = []
+        for name, output in outputs:
+            if name in without:
+                tangents.append(None)
+                continue
             drawn = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(0))
             shape, dtype, device = output.shape, output.dtype, output.device
             tangents.append(
@@ -105,10 +112,11 @@ class TrainingStep:
                 torch.manual_seed(seed)
             outputs = _tensors(call(*leaves))
             asked = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            tangents = [widened(one, wide) if wide else one for one in self.tangents]
+            pairs = zip(_with_gradient(outputs), self.tangents, strict=True)
+            ends = [(out, widened(one, wide) if wide else one) for (_, out), one in pairs if one is not None]
             for left in reversed(range(backward_passes)):
                 gradients = torch.autograd.grad(
-                    [output for _, output in _with_gradient(outputs)], [leaf for _, leaf in asked], tangents,
+                    [end for end, _ in ends], [leaf for _, leaf in asked], [one for _, one in ends],
                     allow_unused=True, retain_graph=left > 0,
                 )  # fmt: skip
         named = [
@@ -286,7 +294,11 @@ class LostGradient(Exception):
 
 def _tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     leaves = pytree.tree_leaves(output)
-    return [(f"output {n}", leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return [(_name_of(n), leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def _name_of(place: int) -> str:
+    return f"output {place}"
 
 
 def _with_gradient(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

@@ -52,7 +52,7 @@ class StepComparison:
         Args:
             args: the tensors of the call.
         """
-        return TrainingStep.of(self.own, self.names(args), args)
+        return TrainingStep.of(self.own, self.names(args), args, self.plain.unasked)
 
     def checked(self, step: TrainingStep, joint: Call) -> tuple[str, ModelCheck | None]:
         """Compare a way to run a step with the graph's own ops.
