@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ def with_backward(
     *,
     memory_budget: float = 1.0,
     prepare: Callable[[GraphModule], object] | None = None,
+    watch: Callable[[GraphModule], Iterable[Node]] = lambda _: (),
 ) -> Callable[..., Any]:
     """Return a graph as a function that autograd differentiates by a second graph; call it in dynamo's backend.
 
@@ -71,6 +72,7 @@ def with_backward(
         backward: makes the call for the backward graph, which is given what was kept and the outputs' gradients.
         memory_budget: share of what would be kept by default that may be; with 0 little but the inputs and what is random.
         prepare: changes the graph of both passes before it is parted, or tags what the second computes again.
+        watch: returns inputs of the graph of both passes that may not be written between them, though the second reads none.
     """
     takes_none = [False]
 
@@ -91,7 +93,7 @@ def with_backward(
         fw_compiler=compiler(forward),
         bw_compiler=compiler(backward),
         inference_compiler=compiler(forward),
-        partition_fn=functools.partial(_partitioned, is_budgeted=memory_budget < 1, prepare=prepare),
+        partition_fn=functools.partial(_partitioned, is_budgeted=memory_budget < 1, prepare=prepare, watch=watch),
     )
     # Else the backward graph would be handed over in the middle of the first backward pass: on a GPU in a thread of autograd's.
     own = {
@@ -166,7 +168,8 @@ def _backward_node(results: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _partitioned(
-    joint: GraphModule, *args: Any, is_budgeted: bool, prepare: Callable[[GraphModule], object] | None, **more: Any
+    joint: GraphModule, *args: Any, is_budgeted: bool, prepare: Callable[[GraphModule], object] | None,
+    watch: Callable[[GraphModule], Iterable[Node]], **more: Any,
 ) -> tuple[GraphModule, GraphModule]:  # fmt: skip
     """Part a joint graph in two; under a checkpoint or a budget too, what may be random is kept and not computed again.
 
@@ -185,7 +188,35 @@ def _partitioned(
                 kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if prepare is not None:
         prepare(joint)
-    return min_cut_rematerialization_partition(joint, *args, **more)
+    watched = [node.name for node in watch(joint)]
+    forward, backward = min_cut_rematerialization_partition(joint, *args, **more)
+    for name in watched:
+        _keep_input(forward, backward, name, more["num_fwd_outputs"])
+    return forward, backward
+
+
+def _keep_input(forward: GraphModule, backward: GraphModule, name: str, outputs: int) -> None:
+    """Hand an input to the backward pass, which leaves it unread: autograd raises where it was written meanwhile, as in eager.
+
+    Args:
+        forward: the first pass.
+        backward: the second.
+        name: of the input, in both.
+        outputs: how many results of the first are not kept.
+    """
+    result = forward.graph.output_node()
+    results = result.args[0]
+    assert isinstance(results, tuple | list)
+    node = next(one for one in forward.graph.find_nodes(op="placeholder") if one.name == name)
+    if node in results[outputs:]:
+        return
+    result.args = ((*results[:outputs], node, *results[outputs:]),)
+    first = next(iter(backward.graph.nodes))
+    with backward.graph.inserting_before(first):
+        given = backward.graph.placeholder(name)
+    given.meta = dict(node.meta)
+    forward.recompile()
+    backward.recompile()
 
 
 def _skip_detached(joint: GraphModule) -> None:

@@ -149,6 +149,29 @@ def test_a_backward_pass_may_run_twice_and_has_no_gradient_itself():
     assert backend.row.status is KEPT
 
 
+@pytest.mark.parametrize("kind", [{}, {"is_tied": True}, {"z": 0.05}, {"returns_logits": True}], ids=str)
+@pytest.mark.parametrize("name", ["head.weight", "layer.weight", "layer.bias", "labels"])
+def test_what_is_written_between_the_passes_is_an_error_where_it_is_one_in_eager(name, kind):
+    model, plain, compiled, backend = made(**kind)
+    found = {}
+    for who, one, call in (("ours", model, compiled), ("eager", plain, plain)):
+        loss_of(call(*batch())).backward()
+        expected = gradients(one)
+        one.zero_grad()
+        words, labels = batch()
+        loss = loss_of(call(words, labels))
+        with torch.no_grad():
+            (labels if name == "labels" else one.get_parameter(name)).add_(1)
+        try:
+            loss.backward()
+            found[who] = ""
+            compare(gradients(one), expected)
+        except RuntimeError as error:
+            found[who] = "modified by an inplace operation" * ("modified by an inplace operation" in str(error))
+    assert found["ours"] == found["eager"]
+    assert bool(found["eager"]) == (name != "layer.bias") and len(backend.graphs) == 1
+
+
 def test_all_rows_ignored_gives_nan_and_no_gradient():
     model, plain, compiled, backend = made()
     compiled(*batch())  # verified on rows that count

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor.fuse.loss.loss_op import read_at_once
 from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
 from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES, EitherBackward, for_loss_alone
 from fusion_advisor.runtime.fallback_warning import warn_caller
@@ -99,7 +100,13 @@ class BothPasses:
             return EitherBackward(graph, alone, made(alone.graph, "backward"), _said)
 
         self.call: Call = autograd_graphs.with_backward(
-            graph_module, inputs, lambda graph: made(graph, "forward"), backward, memory_budget=memory_budget, prepare=prepared
+            graph_module,
+            inputs,
+            lambda graph: made(graph, "forward"),
+            backward,
+            memory_budget=memory_budget,
+            prepare=prepared,
+            watch=read_at_once,
         )
 
     @contextmanager
