@@ -66,7 +66,7 @@ Call = Callable[..., Any]
 
 def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
     warn_caller(f"fusion-advisor runs the original ops: {reason}")
-    return graph_module.forward
+    return autograd_graphs.own_call(graph_module)
 
 
 def optimise(

@@ -64,6 +64,7 @@ class Outcome:
 NOTHING = "nothing was rewritten in either pass"
 NOT_FASTER = "forward and backward together are not measurably faster with what was rewritten in both passes"
 SLOWER = "forward and backward together are slower with the loss in chunks and what was rewritten in both passes"
+SPARSE = "a gradient of it is sparse, and kernels write memory with strides"
 
 
 class TrainedGraph:
@@ -111,7 +112,7 @@ class TrainedGraph:
         compare: Callable[[Call, Call], Comparison] | None = None,
         make_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
-        self._original, self._options = graph_module, options
+        self._original, self._options = autograd_graphs.own_call(graph_module), options
         self._unfused, self._losses, self._make_recorder = unfused, losses, make_recorder
         clock = StepClock(confidence=options.confidence, timer=timer, planted=compare)
         self._budget = options.memory_budget
@@ -127,7 +128,7 @@ class TrainedGraph:
         put = losses.chunked if losses is not None else None
         self._chunked = None if put is None else both(put.module, memory_budget=self._budget)
         like: Callable[[Call], Call] = (lambda call: call) if put is None else put.like
-        self._own = like(graph_module.forward)
+        self._own = like(self._original)
         self._comparison = StepComparison(
             own=self._own, plain=self._plain, traced=traced, like=like, names=names, clock=clock, check=check
         )
@@ -189,10 +190,12 @@ class TrainedGraph:
         if not outcome.reason:
             return self._joint
         is_news = outcome.reason not in (NOTHING, NOT_FASTER, SLOWER)
-        return self._unfused(outcome.reason) if is_news else self._original.forward
+        return self._unfused(outcome.reason) if is_news else self._original
 
     def _judged(self, args: tuple[Any, ...]) -> Outcome:
         """Choose how losses are computed, optimise both passes and compare; then try them as CUDA graphs."""
+        if self._plain.holds_sparse:
+            return Outcome(SPARSE, step_rows=self._flag_rows)
         outcome = self._with_recomputing(self._judged_launches(args), args)
         make = self._make_recorder or (CudaRecorder if is_on_cuda(args) else None)
         is_wanted = self._options.graph and self._options.wants(CUDA_GRAPH.id) and self._budget >= 1

@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from fusion_advisor.errors import NoSecondDerivative
 from fusion_advisor.runtime.torch_internals import fx_trace
@@ -303,6 +303,59 @@ def without_saved_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def own_call(graph_module: GraphModule) -> Callable[..., Any]:
+    """Return dynamo's graph as a function with the gradients that the model has in eager.
+
+    Dynamo's op for a checkpoint is made for a compiler. Run as it is, it draws the numbers of a dropout again in the backward
+    pass, other ones (torch 2.13), or keeps all activations (2.11).
+
+    Args:
+        graph_module: dynamo's.
+    """
+    op = torch.ops.higher_order.tag_activation_checkpoint
+    if not graph_module.graph.find_nodes(op="call_function", target=op):
+        forward: Callable[..., Any] = graph_module.forward
+        return forward
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    module = GraphModule(graph_module, graph)
+    for number, node in enumerate(graph.find_nodes(op="call_function", target=op)):
+        body, *args = node.args
+        assert isinstance(body, Node)
+        name = f"checkpointed_{number}"
+        module.add_submodule(name, _Checkpointed(getattr(graph_module, str(body.target))))
+        given = {key: value for key, value in node.kwargs.items() if key not in _OF_CHECKPOINT}
+        with graph.inserting_before(node):
+            called = graph.call_module(name, tuple(args), given)
+        node.replace_all_uses_with(called)
+        graph.erase_node(node)
+    module.recompile()
+    call: Callable[..., Any] = module.forward
+    return call
+
+
+_OF_CHECKPOINT = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""What dynamo's op is given for the checkpoint and not for what runs inside of it."""
+
+
+class _Checkpointed(torch.nn.Module):
+    """Runs a graph under a checkpoint.
+
+    Args:
+        body: the graph.
+    """
+
+    def __init__(self, body: GraphModule) -> None:
+        super().__init__()
+        self._run = own_call(body)
+        chosen = body.meta.get("_checkpoint_context_fn")
+        self._how = {} if chosen is None else {"context_fn": chosen}
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        """Run it."""
+        return checkpoint(self._run, *args, use_reentrant=False, **self._how, **given)
 
 
 def copied_graph(graph_module: GraphModule) -> GraphModule:

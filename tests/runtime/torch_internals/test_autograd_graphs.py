@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fusion_advisor.errors import NoSecondDerivative
@@ -152,6 +153,55 @@ def test_attention_is_kept_under_a_checkpoint_and_what_is_not_random_is_computed
     assert sum("dot_product" in name for name in names["F"]) == 1
     assert [name for name in names["B"] if "dot_product" in name and "backward" not in name] == []
     assert any("aten.sin" in name for name in names["B"])
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of an op."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op, self.count = op, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.op
+        return func(*args, **kwargs or {})
+
+
+def test_dynamos_graph_with_a_checkpoint_has_eagers_gradients_and_computes_again():
+    """With a checkpoint in a checkpoint and an argument by name; dropout drops the same in both passes."""
+
+    def inner(x, scale=1.0):
+        return torch.nn.functional.dropout(torch.nn.functional.gelu(x * scale), 0.4)
+
+    def outer(x, y):
+        return checkpoint(inner, x, use_reentrant=False, scale=2.0, preserve_rng_state=True) + y.sin()
+
+    def model(x):
+        return checkpoint(outer, x, x.cos(), use_reentrant=False) + checkpoint(inner, x, use_reentrant=False)
+
+    seen, found = [], []
+
+    def backend(graph_module, inputs):
+        seen.append(graph_module)
+        return autograd_graphs.own_call(graph_module)
+
+    for call in (torch.compile(model, backend=backend, dynamic=False), model):
+        x = torch.randn(64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        torch.manual_seed(1)
+        result = call(x)
+        with Calls(torch.ops.aten.gelu.default) as calls:
+            result.square().sum().backward()
+        found.append((result.detach(), x.grad))
+        assert calls.count >= 2
+    torch.compiler.reset()
+    assert len(seen) == 1 and any("checkpoint" in str(node.target) for node in seen[0].graph.nodes)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_graph_without_a_checkpoint_is_its_own_call():
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)
+    assert autograd_graphs.own_call(graph) == graph.forward
 
 
 def test_a_copy_of_a_graph_may_be_changed():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +56,7 @@ class TrainingStep:
             args: the tensors of a call.
             unasked: places of outputs that are given no gradient.
         """
-        step = cls(tuple(names), tuple(args), ())
+        step = cls(_unlike(names), tuple(args), ())
         with _same_numbers(args):
             outputs = _with_gradient(_tensors(call(*step.leaves())))
         generators: dict[torch.device, torch.Generator] = {}
@@ -188,6 +189,8 @@ def _drawn(truth: Rows, few: Sequence[str], rounded: Callable[[int], Rows]) -> d
 def _truth(theirs: Rows, wide: Callable[[torch.dtype], Rows]) -> tuple[Rows, str]:
     """Return a step of the same ops in a wider dtype, and the dtype's name; eager's own where there is none."""
     widths = {row.dtype.itemsize for _, row in theirs if row.is_floating_point()}
+    if min(widths, default=0) > 4:  # there is none wider: eager would be its own truth, without an error
+        return theirs, "eager"
     for dtype in (torch.float64, torch.float32):
         if dtype is torch.float32 and max(widths, default=8) > 2:
             break
@@ -295,6 +298,16 @@ class LostGradient(Exception):
 def _tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     leaves = pytree.tree_leaves(output)
     return [(_name_of(n), leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def _unlike(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of which no two are alike: those of dynamo's graph are the last parts of parameters' names."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return tuple(found)
 
 
 def _name_of(place: int) -> str:

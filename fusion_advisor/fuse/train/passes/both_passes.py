@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.fuse.loss.loss_op import read_at_once
 from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
 from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES, EitherBackward, for_loss_alone
@@ -157,6 +158,14 @@ class BothPasses:
     def draws_numbers(self) -> bool:
         """Whether an op of either pass is random."""
         return any(autograd_graphs.draws_numbers(half.graph) for half in self.halves)
+
+    @property
+    def holds_sparse(self) -> bool:
+        """Whether a value of either pass is no strided tensor: the gradient of an embedding with ``sparse=True``, say."""
+        values = (
+            value for graph in self.graphs.values() for node in graph.graph.nodes for value in tensors_of(node.meta.get("val"))
+        )
+        return any(value.layout is not torch.strided for value in values)
 
     def peak_bytes(self, inside: Callable[[Node], int]) -> int:
         """Return how much memory a step takes at its peak.
