@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -112,8 +113,18 @@ def _watched(call: Callable[..., Any], takes_none: bool, *args: Any) -> Any:
     if node is not None:
         if takes_none:
             node.set_materialize_grads(False)
-        node.register_hook(_watch_gradients)
+        node.register_prehook(functools.partial(_watch_step, weakref.ref(node)))
     return results
+
+
+def _watch_where_differentiated(node: weakref.ref[Any], _: Any) -> None:
+    """Have gradients watched in a backward pass that is differentiated itself: only ``create_graph`` enables gradients there.
+
+    Not always: torch keeps what a node is given until its hooks have run, and that is a step's largest tensors.
+    """
+    if torch.is_grad_enabled() and (found := node()) is not None and not hasattr(found, "is_watched"):
+        found.is_watched = True
+        found.register_hook(_watch_gradients)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -139,15 +150,16 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _without_second(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...] | None:
-    """Have gradients raise where they are differentiated; only ``create_graph`` runs a backward pass with gradients enabled."""
+    """Have gradients raise where they are differentiated."""
     if not torch.is_grad_enabled():
         return None
     asks = torch.empty(0, requires_grad=True)
     return tuple(one if one is None else _NoSecondDerivative.apply(asks, one) for one in gradients)
 
 
+# A model that differentiates by itself runs both in a frame that dynamo compiles.
 _watch_gradients: Any = torch.compiler.disable(_without_second)
-"""A model that differentiates by itself runs it in a frame that dynamo compiles."""
+_watch_step: Any = torch.compiler.disable(_watch_where_differentiated)
 
 
 def _backward_node(results: Any, args: tuple[Any, ...]) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -102,6 +105,47 @@ def test_a_gradient_that_is_differentiated_says_that_it_has_none(reads_weights):
     assert gradient.requires_grad
     with pytest.raises(NoSecondDerivative, match=r"fused\.revert\(\)"):
         gradient.square().sum().backward()
+
+
+class Doubled(torch.autograd.Function):
+    """Hands on a gradient that nobody else holds."""
+
+    seen = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        made = 2 * gradient
+        Doubled.seen = weakref.ref(made)
+        return made
+
+
+@pytest.mark.skipif(
+    not hasattr(runtime_wrappers, "_codegen_compiled_backward"), reason="this torch itself holds what it is given"
+)
+def test_what_a_backward_pass_is_given_is_free_once_it_has_emptied_its_list():
+    held = []
+
+    class Backward:
+        def __init__(self, graph):
+            self.graph = graph
+
+        def take(self, args):
+            gradients = self.graph.forward(*args)
+            args.clear()
+            held.append(Doubled.seen() is not None)
+            return gradients
+
+    def backend(graph_module, inputs):
+        return autograd_graphs.with_backward(graph_module, inputs, lambda graph: graph.forward, Backward)
+
+    x = torch.randn(4, requires_grad=True)
+    Doubled.apply(torch.compile(lambda x: x.sin(), backend=backend, dynamic=False)(x)).sum().backward()
+    torch.compiler.reset()
+    assert held == [False]
 
 
 def test_what_another_compiled_step_made_before_is_left_alone():
