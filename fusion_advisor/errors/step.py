@@ -153,3 +153,14 @@ class LaterCallFailed(AdvisorError):
     note = "at {location}; its first call, with the same inputs, passed"
     hint = "call it several times by itself: look for what its first calls change; -vv prints the whole traceback"
     exit_code = 4
+
+
+class NoSecondDerivative(AdvisorError, RuntimeError):
+    """A gradient of a fused training step was differentiated; a RuntimeError, as torch's own for a compiled step is."""
+
+    code = "FA318"
+    message = (
+        "a gradient of a fused training step was differentiated again (create_graph=True), and the step has no double backward: "
+        "call `fused.revert()` before such a step and `fused.apply()` after it, or call the model that torch.compile was given"
+    )
+    exit_code = 4

@@ -43,12 +43,12 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
-from fusion_advisor.fuse.train.columns_last import sink_column_sums
 from fusion_advisor.fuse.train.flag_trial import try_flags
-from fusion_advisor.fuse.train.freed_arguments import FreeingCall
-from fusion_advisor.fuse.train.gradient_parts import split_norm_gradients
 from fusion_advisor.fuse.train.journal import Journal
-from fusion_advisor.fuse.train.row_losses import split_losses
+from fusion_advisor.fuse.train.passes.columns_last import sink_column_sums
+from fusion_advisor.fuse.train.passes.freed_arguments import FreeingCall
+from fusion_advisor.fuse.train.passes.gradient_parts import split_norm_gradients
+from fusion_advisor.fuse.train.passes.row_losses import split_losses
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import ModelCheck, OpNode
@@ -66,7 +66,7 @@ Call = Callable[..., Any]
 
 def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
     warn_caller(f"fusion-advisor runs the original ops: {reason}")
-    return graph_module.forward
+    return autograd_graphs.own_call(graph_module)
 
 
 def optimise(

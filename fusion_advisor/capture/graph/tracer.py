@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.fx_nodes import relative_path, storages, written_storages
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Written, arguments, written_by
-from fusion_advisor.errors import CannotCapture
+from fusion_advisor.errors import CannotCapture, NoSecondDerivative
 from fusion_advisor.records import GraphBreak
 from fusion_advisor.runtime.call_tensors import tensors_in, without_numbers
 from fusion_advisor.runtime.deep_stack import in_one_piece
@@ -305,7 +305,7 @@ def refusals_told(model_id: str) -> Iterator[None]:
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CannotCapture(model_id=model_id, detail=_dynamos_cause(str(error))) from error
     except RuntimeError as error:
-        if "does not currently support double backward" not in str(error):
+        if not isinstance(error, NoSecondDerivative) and "does not currently support double backward" not in str(error):
             raise
         raise CannotCapture(model_id=model_id, detail=_DOUBLE_BACKWARD) from error
 

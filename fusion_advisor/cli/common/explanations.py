@@ -116,6 +116,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "code: it counts its calls, keeps a list that ends, or refuses one of the ways in which it was called (traced, or in "
         "float64). The model is as it was before.",
     ),
+    "FA318": (
+        "A fused step computes gradients with kernels that were derived from the model's ops, and these have no derivative of "
+        "their own. torch.compile's steps have none either. A gradient penalty, a Hessian or an optimizer that asks for second "
+        "derivatives needs the model's own ops.",
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. The inputs may not fit "

@@ -90,9 +90,11 @@ class StepWatch:
             return None
 
     def larger(self, way: Call) -> Call | None:
-        """Return a way's step with AdamW's after it; None without an optimizer.
+        """Return a way's step with AdamW's after it; None without an optimizer, and where AdamW takes no such gradients.
 
         Args:
             way: a step.
         """
-        return self.optimizer.after(way) if self.optimizer is not None and isinstance(way, TrainingWay) else None
+        if self.optimizer is None or not isinstance(way, TrainingWay) or way.gives_sparse():
+            return None
+        return self.optimizer.after(way)

@@ -48,6 +48,13 @@ class TrainingWay:
         self.with_gradients()
         self.model.zero_grad(set_to_none=True)
 
+    def gives_sparse(self) -> bool:
+        """Whether a gradient is sparse: AdamW takes none such. It runs the step."""
+        self.with_gradients()
+        found = any(one.grad is not None and one.grad.layout is not torch.strided for one in self.model.parameters())
+        self.model.zero_grad(set_to_none=True)
+        return found
+
     def with_gradients(self) -> torch.Tensor:
         """Run the step, leave the gradients of this step alone in the model's parameters, and return the loss.
 

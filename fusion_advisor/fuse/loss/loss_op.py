@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.fx import GraphModule, Node
 
 from fusion_advisor.fuse.loss.chunked_loss import Form, Gradients, chunk_rows, gradients_again, loss_and_gradients
 
 _NOTHING = (False, False, False)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default)
 
 
 def is_computed_again(dtype: torch.dtype) -> bool:
@@ -111,6 +113,26 @@ def _of_rows(of_loss: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> 
 
 
 _loss_op.register_autograd(_backward, setup_context=_keep)
+
+
+def read_at_once(joint: GraphModule) -> Iterator[Node]:
+    """Yield the weights and labels in a graph of both passes that a loss reads in the forward pass alone.
+
+    Gradients are made there, so a write to one between the passes would change nothing. In eager it is an error.
+
+    Args:
+        joint: AOTAutograd's.
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.fusion_advisor.linear_cross_entropy.default):
+        for source in map(_behind_views, (node.args[1], node.args[3])):
+            if isinstance(source, Node) and source.op == "placeholder":
+                yield source
+
+
+def _behind_views(value: Any) -> Any:
+    while isinstance(value, Node) and value.target in _VIEWS:
+        value = value.args[0]
+    return value
 
 
 def linear_cross_entropy(

@@ -50,17 +50,40 @@ def with_chunked_losses(graph_module: GraphModule, sites: Sequence[LossSite]) ->
         graph_module: dynamo's; it stays as it is.
         sites: without refusals. What they return of the logits becomes None.
     """
+    graph, copies, dropped = _without_returned(graph_module, sites)
+    for site in sites:
+        _put(graph, site, copies)
+    return ChunkedGraph(_module_of(graph_module, graph), dropped)
+
+
+def with_all_logits(graph_module: GraphModule, sites: Sequence[LossSite]) -> GraphModule:
+    """Return a copy of a graph with its losses as they are that returns None for the logits of some sites.
+
+    So no gradient of theirs exists: autograd gives a pass of two outputs zeros for the one that the loss is not.
+
+    Args:
+        graph_module: dynamo's; it stays as it is.
+        sites: as for :func:`with_chunked_losses`.
+    """
+    graph, _, _ = _without_returned(graph_module, sites)
+    return _module_of(graph_module, graph)
+
+
+def _without_returned(graph_module: GraphModule, sites: Sequence[LossSite]) -> tuple[Graph, dict[Node, Node], tuple[int, ...]]:
+    """Copy a graph; returns also its nodes' copies and the places of logits, which are None in its results."""
     graph, copies = Graph(), dict[Node, Node]()
     results = graph.graph_copy(graph_module.graph, copies)
     gone = {copies[node] for site in sites for node in site.returned}
     assert isinstance(results, tuple | list)
     dropped = tuple(place for place, node in enumerate(results) if node in gone)
     graph.output(tuple(None if place in dropped else node for place, node in enumerate(results)))
-    for site in sites:
-        _put(graph, site, copies)
+    return graph, copies, dropped
+
+
+def _module_of(graph_module: GraphModule, graph: Graph) -> GraphModule:
     module = GraphModule(graph_module, graph)
     module.meta.update(graph_module.meta)
-    return ChunkedGraph(module, dropped)
+    return module
 
 
 def _put(graph: Graph, site: LossSite, copies: dict[Node, Node]) -> None:

@@ -12,7 +12,7 @@ from fusion_advisor import units
 from fusion_advisor.fuse.loss.chunked_loss import chunk_bytes
 from fusion_advisor.fuse.loss.find_loss import LossSite, find_losses
 from fusion_advisor.fuse.loss.peak_memory import is_op
-from fusion_advisor.fuse.loss.put_loss import ChunkedGraph, with_chunked_losses
+from fusion_advisor.fuse.loss.put_loss import ChunkedGraph, with_all_logits, with_chunked_losses
 from fusion_advisor.fuse.rewrite.record import StepRewrite
 from fusion_advisor.records import GraphRewrite, Status
 from fusion_advisor.timing.paired import Comparison
@@ -29,10 +29,12 @@ class LossPlan:
     Attributes:
         row: of the report, before anything was checked or timed.
         chunked: the graph with its losses in chunks; None where none can be.
+        whole: the graph with its losses as they are that returns None where ``chunked`` does; None where that returns all.
     """
 
     row: GraphRewrite
     chunked: ChunkedGraph | None = None
+    whole: GraphModule | None = None
 
 
 def plan_losses(graph_module: GraphModule, *, drops_logits: bool, least_bytes: int = LEAST_BYTES) -> LossPlan | None:
@@ -52,7 +54,9 @@ def plan_losses(graph_module: GraphModule, *, drops_logits: bool, least_bytes: i
     if not taken:
         row = _row(len(sites), Status.NOT_REPLACED, _why_none(sites))
         return LossPlan(replace(row, saved_bytes=sum(spared_bytes(site) for site in sites if not site.refusal)))
-    return LossPlan(_row(len(taken), Status.PLANNED, ""), with_chunked_losses(graph_module, taken))
+    chunked = with_chunked_losses(graph_module, taken)
+    whole = with_all_logits(graph_module, taken) if chunked.dropped else None
+    return LossPlan(_row(len(taken), Status.PLANNED, ""), chunked, whole)
 
 
 def spared_bytes(site: LossSite) -> int:

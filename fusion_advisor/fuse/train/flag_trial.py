@@ -23,7 +23,7 @@ from fusion_advisor.fuse.passes.attention import DROP_MASKS, GROUP_HEADS
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.record import Rewrite
 from fusion_advisor.fuse.train.attention_flags import FlagSite, find_flag_sites, with_flags
-from fusion_advisor.fuse.train.gradients import Rows, check_gradients
+from fusion_advisor.fuse.train.judge.gradients import Rows, check_gradients
 from fusion_advisor.records import GraphRewrite, ModelCheck, Status
 from fusion_advisor.timing.host_timer import step_timer
 from fusion_advisor.timing.interleaving import interleave

@@ -23,7 +23,7 @@ from fusion_advisor.fuse.live.module_guard import ModuleGuard
 from fusion_advisor.fuse.slot.in_place import TRANSFORMED, InPlace
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.records import GraphBreak
-from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo, fake_mode
+from fusion_advisor.runtime.torch_internals import autograd_graphs, cuda_state, dispatcher, dynamo, fake_mode
 
 Call = Callable[..., Any]
 FuseGraph = Callable[[GraphModule, list[Any]], Call]
@@ -70,7 +70,7 @@ class TrainedModel(InPlace):
         self._fake_modes += dynamo.fake_modes_of(graph_module)
         if self._is_sealed:
             self._fallbacks.add(OTHER_GRAPH)
-            return graph_module.forward
+            return autograd_graphs.own_call(graph_module)
         self._guard.watch(dynamo.traced_code())
         reason = dynamo.break_reason(graph_module)
         if reason is not None:

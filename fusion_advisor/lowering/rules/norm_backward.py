@@ -1,7 +1,7 @@
 """Gradients of layer norm: of its input row by row, of its weight and bias column by column.
 
-``native_layer_norm_backward`` returns all three. ``fuse.train.gradient_parts`` makes two calls of it, so that a chain holds
-gradients that are reduced over the same dims.
+``native_layer_norm_backward`` returns all three. ``fuse.train.passes.gradient_parts`` makes two calls of it, so that a chain
+holds gradients that are reduced over the same dims.
 """
 
 from __future__ import annotations

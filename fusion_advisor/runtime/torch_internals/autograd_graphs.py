@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
+from fusion_advisor.errors import NoSecondDerivative
 from fusion_advisor.runtime.torch_internals import fx_trace
 
 _LEAST_BUDGET = 1e-6
@@ -31,7 +35,8 @@ _SEEN_THROUGH = (
 MakeCall = Callable[[GraphModule], Callable[..., Any]]
 """Takes one of the two graphs and returns what runs in its place: a call.
 
-Where the call has a method ``take``, that is given the arguments as one list instead, which it may empty.
+Where the call has a method ``take``, that is given the arguments as one list instead, which it may empty. Where it has the
+attribute ``takes_none`` too, the gradient of an output that was given none is None there; else autograd makes zeros of it.
 """
 
 
@@ -54,6 +59,7 @@ def with_backward(
     *,
     memory_budget: float = 1.0,
     prepare: Callable[[GraphModule], object] | None = None,
+    watch: Callable[[GraphModule], Iterable[Node]] = lambda _: (),
 ) -> Callable[..., Any]:
     """Return a graph as a function that autograd differentiates by a second graph; call it in dynamo's backend.
 
@@ -67,12 +73,15 @@ def with_backward(
         backward: makes the call for the backward graph, which is given what was kept and the outputs' gradients.
         memory_budget: share of what would be kept by default that may be; with 0 little but the inputs and what is random.
         prepare: changes the graph of both passes before it is parted, or tags what the second computes again.
+        watch: returns inputs of the graph of both passes that may not be written between them, though the second reads none.
     """
+    takes_none = [False]
 
     def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
         def compiled(half: GraphModule, _: list[Any]) -> Callable[..., Any]:
             _keep_what_is_given()
             call = make(half)
+            takes_none[0] |= getattr(call, "takes_none", False)
             take = getattr(call, "take", None)
             if take is not None:
                 return _Boxed(take)
@@ -85,7 +94,7 @@ def with_backward(
         fw_compiler=compiler(forward),
         bw_compiler=compiler(backward),
         inference_compiler=compiler(forward),
-        partition_fn=functools.partial(_partitioned, is_budgeted=memory_budget < 1, prepare=prepare),
+        partition_fn=functools.partial(_partitioned, is_budgeted=memory_budget < 1, prepare=prepare, watch=watch),
     )
     # Else the backward graph would be handed over in the middle of the first backward pass: on a GPU in a thread of autograd's.
     own = {
@@ -94,11 +103,85 @@ def with_backward(
     }  # fmt: skip
     with config.patch(own):
         call: Callable[..., Any] = to_graphs(graph_module, inputs)
-    return call
+
+    return functools.partial(_watched, call, takes_none[0])
+
+
+def _watched(call: Callable[..., Any], takes_none: bool, *args: Any) -> Any:
+    results = call(*args)
+    node = _backward_node(results, args)
+    if node is not None:
+        if takes_none:
+            node.set_materialize_grads(False)
+        node.register_prehook(functools.partial(_watch_step, weakref.ref(node)))
+    return results
+
+
+def _watch_where_differentiated(node: weakref.ref[Any], _: Any) -> None:
+    """Have gradients watched in a backward pass that is differentiated itself: only ``create_graph`` enables gradients there.
+
+    Not always: torch keeps what a node is given until its hooks have run, and that is a step's largest tensors.
+    """
+    if torch.is_grad_enabled() and (found := node()) is not None and not hasattr(found, "is_watched"):
+        found.is_watched = True
+        found.register_hook(_watch_gradients)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """A gradient of a compiled backward pass that is to be differentiated itself.
+
+    Torch raises too, where something that the pass reads asks for a gradient. Where nothing does, torch before 2.12 returned
+    gradients like constants: a penalty on them would have had no effect, and nobody would have been told.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, _asks: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient."""
+        return gradient.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Any) -> Any:
+        """Say that there is none.
+
+        Raises:
+            NoSecondDerivative: always.
+        """
+        raise NoSecondDerivative
+
+
+def _without_second(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...] | None:
+    """Have gradients raise where they are differentiated."""
+    if not torch.is_grad_enabled():
+        return None
+    asks = torch.empty(0, requires_grad=True)
+    return tuple(one if one is None else _NoSecondDerivative.apply(asks, one) for one in gradients)
+
+
+# A model that differentiates by itself runs both in a frame that dynamo compiles.
+_watch_gradients: Any = torch.compiler.disable(_without_second)
+_watch_step: Any = torch.compiler.disable(_watch_where_differentiated)
+
+
+def _backward_node(results: Any, args: tuple[Any, ...]) -> Any:
+    """Return the node of autograd's that the call has just made; None where no result asks for a gradient.
+
+    AOTAutograd makes views of some results behind it. What lies behind the arguments is somebody else's.
+    """
+    given = {one.grad_fn for one in args if isinstance(one, torch.Tensor)}
+    waiting: list[Any] = [one.grad_fn for one in results if isinstance(one, torch.Tensor)]
+    while waiting:
+        node = waiting.pop(0)
+        if node is None or node in given:
+            continue
+        if node.name() == "CompiledFunctionBackward" and hasattr(node, "set_materialize_grads"):
+            return node
+        waiting.extend(source for source, _ in node.next_functions)
+    return None
 
 
 def _partitioned(
-    joint: GraphModule, *args: Any, is_budgeted: bool, prepare: Callable[[GraphModule], object] | None, **more: Any
+    joint: GraphModule, *args: Any, is_budgeted: bool, prepare: Callable[[GraphModule], object] | None,
+    watch: Callable[[GraphModule], Iterable[Node]], **more: Any,
 ) -> tuple[GraphModule, GraphModule]:  # fmt: skip
     """Part a joint graph in two; under a checkpoint or a budget too, what may be random is kept and not computed again.
 
@@ -117,7 +200,35 @@ def _partitioned(
                 kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if prepare is not None:
         prepare(joint)
-    return min_cut_rematerialization_partition(joint, *args, **more)
+    watched = [node.name for node in watch(joint)]
+    forward, backward = min_cut_rematerialization_partition(joint, *args, **more)
+    for name in watched:
+        _keep_input(forward, backward, name, more["num_fwd_outputs"])
+    return forward, backward
+
+
+def _keep_input(forward: GraphModule, backward: GraphModule, name: str, outputs: int) -> None:
+    """Hand an input to the backward pass, which leaves it unread: autograd raises where it was written meanwhile, as in eager.
+
+    Args:
+        forward: the first pass.
+        backward: the second.
+        name: of the input, in both.
+        outputs: how many results of the first are not kept.
+    """
+    result = forward.graph.output_node()
+    results = result.args[0]
+    assert isinstance(results, tuple | list)
+    node = next(one for one in forward.graph.find_nodes(op="placeholder") if one.name == name)
+    if node in results[outputs:]:
+        return
+    result.args = ((*results[:outputs], node, *results[outputs:]),)
+    first = next(iter(backward.graph.nodes))
+    with backward.graph.inserting_before(first):
+        given = backward.graph.placeholder(name)
+    given.meta = dict(node.meta)
+    forward.recompile()
+    backward.recompile()
 
 
 def _skip_detached(joint: GraphModule) -> None:
@@ -169,9 +280,94 @@ def _keep_what_is_given() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+def output_of_gradient(node: Node) -> int | None:
+    """Return the place of the output whose gradient an input of a backward graph is.
+
+    Args:
+        node: an input of a backward graph.
+
+    Returns:
+        None for another input, and for the gradient of what no output is itself: the base of views, a tensor that is written.
+    """
+    about = node.meta.get("desc")
+    if not isinstance(about, TangentAOTInput) or not isinstance(about.output, PlainAOTOutput):
+        return None
+    return about.output.idx
+
+
 def saves_through_hooks() -> bool:
     """Whether ``saved_tensors_hooks`` are active in this thread: what is kept for a backward pass then is what they return."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextlib.contextmanager
+def without_saved_hooks() -> Iterator[None]:
+    """Take the ``saved_tensors_hooks`` of this thread away while the context lasts.
+
+    A checkpoint counts what is saved inside of it, and what else runs there is none of it.
+    """
+    taken = []
+    while saves_through_hooks():
+        taken.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def own_call(graph_module: GraphModule) -> Callable[..., Any]:
+    """Return dynamo's graph as a function with the gradients that the model has in eager.
+
+    Dynamo's op for a checkpoint is made for a compiler. Run as it is, it draws the numbers of a dropout again in the backward
+    pass, other ones (torch 2.13), or keeps all activations (2.11).
+
+    Args:
+        graph_module: dynamo's.
+    """
+    op = torch.ops.higher_order.tag_activation_checkpoint
+    if not graph_module.graph.find_nodes(op="call_function", target=op):
+        forward: Callable[..., Any] = graph_module.forward
+        return forward
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    module = GraphModule(graph_module, graph)
+    for number, node in enumerate(graph.find_nodes(op="call_function", target=op)):
+        body, *args = node.args
+        assert isinstance(body, Node)
+        name = f"checkpointed_{number}"
+        module.add_submodule(name, _Checkpointed(getattr(graph_module, str(body.target))))
+        given = {key: value for key, value in node.kwargs.items() if key not in _OF_CHECKPOINT}
+        with graph.inserting_before(node):
+            called = graph.call_module(name, tuple(args), given)
+        node.replace_all_uses_with(called)
+        graph.erase_node(node)
+    module.recompile()
+    call: Callable[..., Any] = module.forward
+    return call
+
+
+_OF_CHECKPOINT = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""What dynamo's op is given for the checkpoint and not for what runs inside of it."""
+
+
+class _Checkpointed(torch.nn.Module):
+    """Runs a graph under a checkpoint.
+
+    Args:
+        body: the graph.
+    """
+
+    def __init__(self, body: GraphModule) -> None:
+        super().__init__()
+        self._run = own_call(body)
+        chosen = body.meta.get("_checkpoint_context_fn")
+        self._how = {} if chosen is None else {"context_fn": chosen}
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        """Run it."""
+        return checkpoint(self._run, *args, use_reentrant=False, **self._how, **given)
 
 
 def copied_graph(graph_module: GraphModule) -> GraphModule:

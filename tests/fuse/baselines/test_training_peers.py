@@ -191,6 +191,16 @@ def test_the_optimizer_reads_the_layout_that_a_way_leaves():
     assert strides == [(16, 1), (1, 16)]
 
 
+def test_a_step_with_a_sparse_gradient_has_no_adamw_after_it():
+    model, kwargs = made()
+    model.embedding.sparse = True
+    way = way_of(model, kwargs)
+    assert StepWatch(way, copied_adamw(model, on_cuda=False)).larger(way) is None
+    assert all(one.grad is None for one in model.parameters())
+    model.embedding.sparse = False
+    StepWatch(way, copied_adamw(model, on_cuda=False)).larger(way)()
+
+
 def test_where_adamw_cannot_run_the_reason_is_told():
     model = nn.Linear(2, 2, dtype=torch.complex64)
     assert "complex" in copied_adamw(model, on_cuda=False)

@@ -14,8 +14,8 @@ from fusion_advisor.fuse.dynamo_backend import optimise
 from fusion_advisor.fuse.padding.pad_products import pad_products
 from fusion_advisor.fuse.padding.pad_trial import PAD_PRODUCTS, try_padded_products
 from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.train.both_passes import BothPasses
 from fusion_advisor.fuse.train.journal import Journal
+from fusion_advisor.fuse.train.passes.both_passes import BothPasses
 from fusion_advisor.records import Status
 from fusion_advisor.timing.interleaving import Difference
 from tests.tiny import BANDWIDTH

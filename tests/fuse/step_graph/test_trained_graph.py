@@ -141,3 +141,19 @@ def test_a_model_that_is_reverted_holds_no_graph(x):
 
 def test_the_backend_of_torch_compile_tries_none():
     assert not chosen_options({}).graph
+
+
+def test_a_weight_that_is_written_between_two_replays_is_an_error_as_in_eager(x):
+    torch.manual_seed(0)
+    model, backend = Block(), Backend(GRAPHS)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    for _ in range(3):
+        step(compiled, x)
+    before = list(backend.made[0].step_graph.replays)
+    for one in (compiled, copy.deepcopy(model)):
+        loss = one(x).square().mean()
+        with torch.no_grad():
+            (model if one is compiled else one).down.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert backend.made[0].step_graph.replays == [before[0] + 1, before[1]]

@@ -16,10 +16,10 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.fuse.dynamo_backend import fuse_graph
 from fusion_advisor.fuse.plan.plan import judge_with
-from fusion_advisor.fuse.train.columns_last import sink_column_sums
-from fusion_advisor.fuse.train.gradient_parts import split_norm_gradients
+from fusion_advisor.fuse.train.passes.columns_last import sink_column_sums
+from fusion_advisor.fuse.train.passes.gradient_parts import split_norm_gradients
 from fusion_advisor.records.op_facts import overload_free
-from tests.fuse.train.test_gradient_parts import passes
+from tests.fuse.train.passes.test_gradient_parts import passes
 from tests.fuse.train.test_trained_graph import OPTIONS
 
 HEADS, WIDTH, LENGTH = 2, 8, 12

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.fuse.train.flag_trial import try_flags
-from fusion_advisor.fuse.train.gradients import check_gradients
+from fusion_advisor.fuse.train.judge.gradients import check_gradients
 from fusion_advisor.records import Status
 from tests.fuse.train.attending import Attends, rows
 from tests.fuse.train.test_trained_graph import OPTIONS

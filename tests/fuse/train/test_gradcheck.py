@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from fusion_advisor.fuse.dynamo_backend import fuse_graph
-from fusion_advisor.fuse.train.gradients import check_gradients
+from fusion_advisor.fuse.train.judge.gradients import check_gradients
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from tests.fuse.train.test_trained_graph import OPTIONS
 

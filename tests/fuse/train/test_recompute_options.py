@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from fusion_advisor.fuse.dynamo_backend import fuse_graph
 from fusion_advisor.fuse.loss.recompute_options import ATTN_DROPOUT_CHECKPOINT, GELU_CHECKPOINT
-from fusion_advisor.fuse.train.gradients import TrainingStep
-from fusion_advisor.fuse.train.recomputed import kept_bytes
+from fusion_advisor.fuse.train.judge.gradients import TrainingStep
+from fusion_advisor.fuse.train.passes.recomputed import kept_bytes
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.records import Status
 from fusion_advisor.timing.paired import compare_rounds
@@ -135,8 +135,8 @@ def test_each_option_is_tried_by_itself():
 def test_a_dropout_that_is_computed_again_drops_the_same(dropout):
     """Both ways op by op, from one seed: the loss and all gradients have the same bits."""
     graph = judged([(1000, 1010), (1000, 1010)], dropout=dropout)
-    assert [option.rewrite for option, _, _ in graph.tried] == [GELU_CHECKPOINT, ATTN_DROPOUT_CHECKPOINT]
-    for _, whole, passes in graph.tried:
+    assert [one.option.rewrite for one in graph.tried] == [GELU_CHECKPOINT, ATTN_DROPOUT_CHECKPOINT]
+    for whole, passes in ((one.whole, one.passes) for one in graph.tried):
         step, found = TrainingStep.of(whole.call, [str(n) for n in range(len(graph.given))], graph.given), []
         for one in (whole, passes):
             with one.instead(lambda half: half.forward):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -15,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
 from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.train.gradients import check_gradients
-from fusion_advisor.fuse.train.trained_graph import TrainedGraph
+from fusion_advisor.fuse.train.judge.gradients import check_gradients
+from fusion_advisor.fuse.train.trained_graph import NOT_FASTER, Outcome, TrainedGraph
 from fusion_advisor.timing.paired import compare_rounds
 from tests.tiny import BANDWIDTH
 
@@ -134,6 +135,19 @@ def test_gradients_add_up_until_they_are_set_to_zero_or_none(made, x, is_none):
     compare(gradients(model), gradients(plain))
 
 
+def test_in_float64_nothing_is_wider_and_eager_judges(x):
+    """Each loss is its own truth there, and would allow no rounding but its own. Many parameters of modules are called alike."""
+    torch.manual_seed(0)
+    model, backend = Block().double(), Counted()
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    step(compiled, x.double())
+    step(plain, x.double())
+    assert backend.changed == [True, True]  # no warning: it was not refused
+    for name, theirs in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], theirs, rtol=1e-12, atol=1e-15)
+
+
 def test_inputs_get_gradients_too(made, x):
     _, plain, compiled, _ = made
     ours, theirs = (x.clone().requires_grad_() for _ in range(2))
@@ -200,14 +214,36 @@ def test_bfloat16_under_autocast(made, x):
 class Repeated(nn.Module):
     """One block used twice, under a checkpoint where it is asked to."""
 
-    def __init__(self, *, is_checkpointed):
+    def __init__(self, *, is_checkpointed, dropout=0.0):
         super().__init__()
-        self.block, self.is_checkpointed = Block(), is_checkpointed
+        self.block, self.is_checkpointed = Block(dropout=dropout), is_checkpointed
 
     def forward(self, x):
         for _ in range(2):
             x = checkpoint(self.block, x, use_reentrant=False) if self.is_checkpointed else self.block(x)
         return x
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome(), Outcome(NOT_FASTER), Outcome("a planted reason")], ids=["kept", "not faster", "refused"]
+)
+def test_a_dropout_under_a_checkpoint_drops_the_same_in_both_passes_whatever_runs(outcome, x):
+    class Judged(TrainedGraph):
+        def _judged(self, args):
+            super()._judged(args)
+            return outcome
+
+    torch.manual_seed(0)
+    model = Repeated(is_checkpointed=True, dropout=0.4)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=functools.partial(fuse_graph, options=OPTIONS, trained=Judged), dynamic=False)
+    said = pytest.warns(UserWarning, match="a planted reason") if "planted" in outcome.reason else contextlib.nullcontext()
+    with said:
+        for seed in (1, 2):
+            for one in (compiled, plain):
+                torch.manual_seed(seed)
+                step(one, x)
+    compare(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -295,11 +331,14 @@ def test_it_stays_where_the_whole_step_is_faster(times, is_kept, x):
     torch.manual_seed(0)
     model, graphs = Block(), []
 
+    def compared(*_):
+        return compare_rounds([times[0]] * 20, [times[1]] * 20)
+
     def backend(graph_module, inputs):
-        call = fuse_graph(graph_module, inputs, replace(OPTIONS, keep="paying"), functools.partial(verified, optimise))
-        call._compared = lambda *_: compare_rounds([times[0]] * 20, [times[1]] * 20)
-        graphs.append(call)
-        return call
+        options, optimiser = replace(OPTIONS, keep="paying"), functools.partial(verified, optimise)
+        trained = functools.partial(TrainedGraph, compare=compared)
+        graphs.append(fuse_graph(graph_module, inputs, options, optimiser, trained=trained))
+        return graphs[-1]
 
     step(torch.compile(model, backend=backend, dynamic=False), x)
     (call,) = graphs

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from fusion_advisor.errors import NoSecondDerivative
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 
 
@@ -43,6 +48,133 @@ def test_hooks_on_what_is_kept_are_seen_where_they_are_active():
     assert not autograd_graphs.saves_through_hooks()
 
 
+def test_hooks_on_what_is_kept_are_taken_away_and_put_back_in_their_order():
+    seen = []
+
+    def note(name):
+        def pack(tensor):
+            seen.append(name)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    x = torch.randn(3, requires_grad=True)
+    with note("outer"):
+        with note("inner"):
+            with autograd_graphs.without_saved_hooks():
+                assert not autograd_graphs.saves_through_hooks()
+                x.sin()
+            x.sin()
+        x.sin()
+    assert seen == ["inner", "outer"] and not autograd_graphs.saves_through_hooks()
+
+
+def test_a_gradient_that_is_not_asked_for_is_none_where_a_pass_takes_none_and_zeros_elsewhere():
+    def given(takes_none):
+        seen = []
+
+        class Backward:
+            def __init__(self, graph):
+                self.graph, self.takes_none = graph, takes_none
+
+            def take(self, args):
+                places = map(autograd_graphs.output_of_gradient, self.graph.graph.find_nodes(op="placeholder"))
+                seen.append([one for place, one in zip(places, args, strict=True) if place == 1])
+                return [torch.ones(3)]
+
+        def backend(graph_module, inputs):
+            return autograd_graphs.with_backward(graph_module, inputs, lambda graph: graph.forward, Backward)
+
+        x = torch.randn(3, requires_grad=True)
+        first, _ = torch.compile(lambda x: (x.sin().sum(), x.cos()), backend=backend, dynamic=False)(x)
+        first.backward()
+        torch.compiler.reset()
+        return seen
+
+    assert given(True) == [[None]]
+    ((zeros,),) = given(False)
+    assert not zeros.any() and zeros.shape == (3,)
+
+
+@pytest.mark.parametrize("reads_weights", [True, False])
+def test_a_gradient_that_is_differentiated_says_that_it_has_none(reads_weights):
+    x = torch.randn(3, requires_grad=True)
+    result, _ = halves_of(lambda x: ((x.sin() if reads_weights else x) * 2).sum(), x)
+    (gradient,) = torch.autograd.grad(result, x, create_graph=True)
+    torch.testing.assert_close(gradient.detach(), 2 * x.detach().cos() if reads_weights else torch.full((3,), 2.0))
+    assert gradient.requires_grad
+    with pytest.raises(NoSecondDerivative, match=r"fused\.revert\(\)"):
+        gradient.square().sum().backward()
+
+
+class Doubled(torch.autograd.Function):
+    """Hands on a gradient that nobody else holds."""
+
+    seen = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        made = 2 * gradient
+        Doubled.seen = weakref.ref(made)
+        return made
+
+
+@pytest.mark.skipif(
+    not hasattr(runtime_wrappers, "_codegen_compiled_backward"), reason="this torch itself holds what it is given"
+)
+def test_what_a_backward_pass_is_given_is_free_once_it_has_emptied_its_list():
+    held = []
+
+    class Backward:
+        def __init__(self, graph):
+            self.graph = graph
+
+        def take(self, args):
+            gradients = self.graph.forward(*args)
+            args.clear()
+            held.append(Doubled.seen() is not None)
+            return gradients
+
+    def backend(graph_module, inputs):
+        return autograd_graphs.with_backward(graph_module, inputs, lambda graph: graph.forward, Backward)
+
+    x = torch.randn(4, requires_grad=True)
+    Doubled.apply(torch.compile(lambda x: x.sin(), backend=backend, dynamic=False)(x)).sum().backward()
+    torch.compiler.reset()
+    assert held == [False]
+
+
+def test_what_another_compiled_step_made_before_is_left_alone():
+    """A view of an input is a result too; its node is that of whoever made the input."""
+
+    class Backward:
+        takes_none = True
+
+        def __init__(self, graph):
+            self.take = lambda args: graph.forward(*args)
+
+    def earlier(graph_module, inputs):
+        return autograd_graphs.with_backward(graph_module, inputs, lambda graph: graph.forward, lambda graph: graph.forward)
+
+    def later(graph_module, inputs):
+        return autograd_graphs.with_backward(graph_module, inputs, lambda graph: graph.forward, Backward)
+
+    x = torch.randn(4, requires_grad=True)
+    one, _ = torch.compile(lambda x: (x.sin(), x.cos()), backend=earlier, dynamic=False)(x)
+    later_step = torch.compile(lambda one: (one.view(2, 2), (two := one.exp())[:2], two[1:]), backend=later, dynamic=False)
+    view, *parts = later_step(one)
+    (view.sum() + sum(part.sum() for part in parts)).backward()  # nothing is asked of the cosine: autograd makes zeros for it
+    own = x.detach().clone().requires_grad_()
+    made = own.sin().exp()
+    (own.sin().sum() + made[:2].sum() + made[1:].sum()).backward()
+    torch.testing.assert_close(x.grad, own.grad)
+    torch.compiler.reset()
+
+
 def test_both_graphs_are_handed_over_before_the_first_backward_pass():
     x = torch.randn(5, requires_grad=True)
     _, seen = halves_of(lambda x: torch.nn.functional.gelu(x).sum(), x)
@@ -65,6 +197,55 @@ def test_attention_is_kept_under_a_checkpoint_and_what_is_not_random_is_computed
     assert sum("dot_product" in name for name in names["F"]) == 1
     assert [name for name in names["B"] if "dot_product" in name and "backward" not in name] == []
     assert any("aten.sin" in name for name in names["B"])
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of an op."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op, self.count = op, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.op
+        return func(*args, **kwargs or {})
+
+
+def test_dynamos_graph_with_a_checkpoint_has_eagers_gradients_and_computes_again():
+    """With a checkpoint in a checkpoint and an argument by name; dropout drops the same in both passes."""
+
+    def inner(x, scale=1.0):
+        return torch.nn.functional.dropout(torch.nn.functional.gelu(x * scale), 0.4)
+
+    def outer(x, y):
+        return checkpoint(inner, x, use_reentrant=False, scale=2.0, preserve_rng_state=True) + y.sin()
+
+    def model(x):
+        return checkpoint(outer, x, x.cos(), use_reentrant=False) + checkpoint(inner, x, use_reentrant=False)
+
+    seen, found = [], []
+
+    def backend(graph_module, inputs):
+        seen.append(graph_module)
+        return autograd_graphs.own_call(graph_module)
+
+    for call in (torch.compile(model, backend=backend, dynamic=False), model):
+        x = torch.randn(64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        torch.manual_seed(1)
+        result = call(x)
+        with Calls(torch.ops.aten.gelu.default) as calls:
+            result.square().sum().backward()
+        found.append((result.detach(), x.grad))
+        assert calls.count >= 2
+    torch.compiler.reset()
+    assert len(seen) == 1 and any("checkpoint" in str(node.target) for node in seen[0].graph.nodes)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_graph_without_a_checkpoint_is_its_own_call():
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)
+    assert autograd_graphs.own_call(graph) == graph.forward
 
 
 def test_a_copy_of_a_graph_may_be_changed():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,28 +37,35 @@ class TrainingStep:
     Attributes:
         names: of the inputs.
         args: the tensors of a call.
-        tangents: a gradient for each output that has one, in order.
+        tangents: a gradient for each output that has one, in order; None for one that is given none.
     """
 
     names: tuple[str, ...]
     args: tuple[Any, ...]
-    tangents: tuple[torch.Tensor, ...]
+    tangents: tuple[torch.Tensor | None, ...]
 
     @classmethod
-    def of(cls, call: Call, names: Sequence[str], args: Sequence[Any]) -> TrainingStep:
+    def of(
+        cls, call: Call, names: Sequence[str], args: Sequence[Any], unasked: frozenset[int] = frozenset()
+    ) -> TrainingStep:  # fmt: skip
         """Return the step of a call, with gradients of its outputs drawn at random: 1 for a single number.
 
         Args:
             call: runs the graph's own ops.
             names: of the inputs.
             args: the tensors of a call.
+            unasked: places of outputs that are given no gradient.
         """
-        step = cls(tuple(names), tuple(args), ())
+        step = cls(_unlike(names), tuple(args), ())
         with _same_numbers(args):
             outputs = _with_gradient(_tensors(call(*step.leaves())))
         generators: dict[torch.device, torch.Generator] = {}
-        tangents = []
-        for _, output in outputs:
+        without = {_name_of(place) for place in unasked}
+        tangents: list[torch.Tensor | None] = []
+        for name, output in outputs:
+            if name in without:
+                tangents.append(None)
+                continue
             drawn = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(0))
             shape, dtype, device = output.shape, output.dtype, output.device
             tangents.append(
@@ -105,10 +113,11 @@ class TrainingStep:
                 torch.manual_seed(seed)
             outputs = _tensors(call(*leaves))
             asked = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            tangents = [widened(one, wide) if wide else one for one in self.tangents]
+            pairs = zip(_with_gradient(outputs), self.tangents, strict=True)
+            ends = [(out, widened(one, wide) if wide else one) for (_, out), one in pairs if one is not None]
             for left in reversed(range(backward_passes)):
                 gradients = torch.autograd.grad(
-                    [output for _, output in _with_gradient(outputs)], [leaf for _, leaf in asked], tangents,
+                    [end for end, _ in ends], [leaf for _, leaf in asked], [one for _, one in ends],
                     allow_unused=True, retain_graph=left > 0,
                 )  # fmt: skip
         named = [
@@ -180,6 +189,8 @@ def _drawn(truth: Rows, few: Sequence[str], rounded: Callable[[int], Rows]) -> d
 def _truth(theirs: Rows, wide: Callable[[torch.dtype], Rows]) -> tuple[Rows, str]:
     """Return a step of the same ops in a wider dtype, and the dtype's name; eager's own where there is none."""
     widths = {row.dtype.itemsize for _, row in theirs if row.is_floating_point()}
+    if min(widths, default=0) > 4:  # there is none wider: eager would be its own truth, without an error
+        return theirs, "eager"
     for dtype in (torch.float64, torch.float32):
         if dtype is torch.float32 and max(widths, default=8) > 2:
             break
@@ -286,7 +297,21 @@ class LostGradient(Exception):
 
 def _tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     leaves = pytree.tree_leaves(output)
-    return [(f"output {n}", leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return [(_name_of(n), leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def _unlike(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of which no two are alike: those of dynamo's graph are the last parts of parameters' names."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return tuple(found)
+
+
+def _name_of(place: int) -> str:
+    return f"output {place}"
 
 
 def _with_gradient(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

@@ -9,7 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor.capture.graph.fx_nodes import tensors_of
+from fusion_advisor.fuse.loss.loss_op import read_at_once
 from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
+from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES, EitherBackward, for_loss_alone
+from fusion_advisor.runtime.fallback_warning import warn_caller
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 
 Call = Callable[..., Any]
@@ -60,6 +64,7 @@ class BothPasses:
         half: makes a pass's call from its graph and its name, ``forward`` or ``backward``.
         memory_budget: share of the activations that may be kept.
         prepare: tags what the second pass computes again in the graph of both; returns at how many sites.
+        least_bytes: of the gradient of an output beside the loss that the second pass is made without.
 
     Attributes:
         graphs: both passes as they were traced, as ``forward`` and ``backward``.
@@ -67,30 +72,42 @@ class BothPasses:
         by_name: the same, as ``forward`` and ``backward``.
         call: runs the first, and the second when autograd asks for it.
         sites: of what was tagged.
+        unasked: places of outputs whose gradients the second pass is made without.
     """
 
     def __init__(
         self, graph_module: GraphModule, inputs: list[Any], half: Callable[[GraphModule, str], Half], memory_budget: float = 1.0,
-        prepare: Callable[[GraphModule], int] = lambda _: 0,
+        prepare: Callable[[GraphModule], int] = lambda _: 0, least_bytes: int = LEAST_BYTES,
     ) -> None:  # fmt: skip
         self.halves: list[Half] = []
         self.by_name: dict[str, Half] = {}
         self.graphs: dict[str, GraphModule] = {}
         self.sites = 0
+        self.unasked: frozenset[int] = frozenset()
 
         def prepared(joint: GraphModule) -> None:
             self.sites = prepare(joint)
 
-        def taken(name: str) -> Callable[[GraphModule], Half]:
-            def take(graph: GraphModule) -> Half:
-                self.halves.append(half(graph, name))
-                self.graphs[name], self.by_name[name] = graph, self.halves[-1]
-                return self.halves[-1]
+        def made(graph: GraphModule, name: str) -> Half:
+            self.halves.append(half(graph, name))
+            self.graphs[name], self.by_name[name] = graph, self.halves[-1]
+            return self.halves[-1]
 
-            return take
+        def backward(graph: GraphModule) -> Any:
+            alone = for_loss_alone(graph, least_bytes)
+            if alone is None:
+                return made(graph, "backward")
+            self.unasked = alone.outputs
+            return EitherBackward(graph, alone, made(alone.graph, "backward"), _said)
 
         self.call: Call = autograd_graphs.with_backward(
-            graph_module, inputs, taken("forward"), taken("backward"), memory_budget=memory_budget, prepare=prepared
+            graph_module,
+            inputs,
+            lambda graph: made(graph, "forward"),
+            backward,
+            memory_budget=memory_budget,
+            prepare=prepared,
+            watch=read_at_once,
         )
 
     @contextmanager
@@ -143,6 +160,14 @@ class BothPasses:
         """Whether an op of either pass is random."""
         return any(autograd_graphs.draws_numbers(half.graph) for half in self.halves)
 
+    @property
+    def holds_sparse(self) -> bool:
+        """Whether a value of either pass is no strided tensor: the gradient of an embedding with ``sparse=True``, say."""
+        values = (
+            value for graph in self.graphs.values() for node in graph.graph.nodes for value in tensors_of(node.meta.get("val"))
+        )
+        return any(value.layout is not torch.strided for value in values)
+
     def peak_bytes(self, inside: Callable[[Node], int]) -> int:
         """Return how much memory a step takes at its peak.
 
@@ -152,3 +177,7 @@ class BothPasses:
         if len(self.graphs) < 2:
             return 0
         return step_peak_bytes(self.graphs["forward"], self.graphs["backward"], inside)
+
+
+def _said(reason: str) -> None:
+    warn_caller(f"fusion-advisor runs the original ops: {reason}")

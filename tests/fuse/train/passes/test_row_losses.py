@@ -13,9 +13,9 @@ from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.fuse.plan.plan import judge_with
-from fusion_advisor.fuse.train.row_losses import split_losses
+from fusion_advisor.fuse.train.passes.row_losses import split_losses
 from fusion_advisor.records.op_facts import overload_free
-from tests.fuse.train.test_gradient_parts import passes, targets
+from tests.fuse.train.passes.test_gradient_parts import passes, targets
 
 _aten = torch.ops.aten
 WORDS, WIDTH, ROWS = 96, 16, 12

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusion_advisor.capture.step_memory import record_step_memory
-from fusion_advisor.fuse.train.freed_arguments import FreeingCall, taking_a_list
+from fusion_advisor.fuse.train.passes.freed_arguments import FreeingCall, taking_a_list
 from tests.fuse.train.test_trained_graph import WIDTH, Block, Counted, compare, gradients, step
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_advisor.fuse.train.gradients import LostGradient, TrainingStep, WideWithSameNumbers, check_gradients, wide_run
+from fusion_advisor.fuse.train.judge.gradients import LostGradient, TrainingStep, WideWithSameNumbers, check_gradients, wide_run
 from fusion_advisor.runtime.torch_internals.autograd_graphs import draws_numbers
 
 COUNT = 30
@@ -198,3 +198,21 @@ def test_ops_keep_their_dtypes_where_rounding_alone_changes():
     eager = loss_of(*values, labels)
     assert found[0] == found[1] != found[2] and found[0].dtype == torch.float32
     assert 1e-8 < abs(found[0] - eager) / eager < 1e-3
+
+
+def test_gradients_of_inputs_that_are_called_alike_are_told_apart():
+    one, two = (torch.ones(size, requires_grad=True) for size in (2, 3))
+
+    def call(one, two):
+        return one.sum() + two.square().sum()
+
+    found = dict(TrainingStep.of(call, ["bias", "bias"], (one, two)).run(call))
+    assert len(found) == 3 and sorted(value.numel() for value in found.values()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("error", "is_passed"), [(4e-16, True), (1e-13, False)])
+def test_float64_has_no_wider_truth(error, is_passed):
+    theirs = [("loss", torch.tensor(1.0, dtype=torch.float64)), ("gradient", torch.ones(100, dtype=torch.float64))]
+    ours = [(name, value * (1 + error)) for name, value in theirs]
+    found = check_gradients(ours, theirs, lambda *_: theirs)
+    assert found.oracle == "eager" and found.is_passed is is_passed

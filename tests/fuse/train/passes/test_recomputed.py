@@ -9,7 +9,7 @@ import torch
 
 import fusion_advisor as fa
 from fusion_advisor.fuse.plan.options import Budgets
-from fusion_advisor.fuse.train.recomputed import kept_bytes
+from fusion_advisor.fuse.train.passes.recomputed import kept_bytes
 from fusion_advisor.report.html.page import render_html
 from tests.fuse.train.test_chunked_losses import Backend
 from tests.fuse.train.test_memory_budget import BUDGET, Deep

@@ -16,8 +16,8 @@ from fusion_advisor.chains.find import find_groups
 from fusion_advisor.chains.op_inputs import inputs_of
 from fusion_advisor.fuse.dynamo_backend import fuse_graph
 from fusion_advisor.fuse.plan.plan import judge_with
-from fusion_advisor.fuse.train.columns_last import sink_column_sums
-from fusion_advisor.fuse.train.gradient_parts import split_norm_gradients
+from fusion_advisor.fuse.train.passes.columns_last import sink_column_sums
+from fusion_advisor.fuse.train.passes.gradient_parts import split_norm_gradients
 from fusion_advisor.records import OpClass
 from fusion_advisor.records.op_facts import item_bytes, overload_free
 from fusion_advisor.runtime.torch_internals import autograd_graphs
