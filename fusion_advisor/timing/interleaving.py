@@ -296,8 +296,12 @@ def difference(before_ns: Sequence[int], after_ns: Sequence[int], confidence: fl
 
 
 def noise_ns(one_ns: Sequence[int], again_ns: Sequence[int], confidence: float = 0.95) -> int:
-    """Return how far a candidate may differ from itself (A/A): the end of that difference's interval that lies farther from 0."""
-    same = difference(one_ns, again_ns, confidence)
+    """Return how far a candidate may differ from itself (A/A): the end of that difference's interval that lies farther from 0.
+
+    One of the two may have been left out of later rounds: those that both have are compared.
+    """
+    count = min(len(one_ns), len(again_ns))
+    same = difference(one_ns[:count], again_ns[:count], confidence)
     return max(abs(same.low_ns), abs(same.high_ns))
 
 

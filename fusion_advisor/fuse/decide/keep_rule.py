@@ -114,7 +114,7 @@ def decide(
     own = {**own, **{one.id: total_of(own, one) for one in candidates if one.parts}}
 
     def verdicts_by(times: Sequence[Sequence[int]]) -> dict[str, Verdict]:
-        names, changes = [one.id for one in candidates], changes_of(times, min_gain, confidence)
+        names, changes = [one.id for one in candidates], changes_of(times, min_gain, confidence, runner.rest(()))
         return judged(names, changes, {} if runner.method == "cuda_graph" else alone or {}, min_gain)
 
     times = _timed_prefixes(
@@ -199,7 +199,7 @@ def _timed_prefixes(
     return interleaving.interleave(
         calls, rounds=_MOST_ROUNDS if candidates else _FEW_ROUNDS, budget_s=budget_s,
         most_s=PATIENCE * budget_s if candidates else 0.0, rest=rest, in_a_row=runner.in_a_row(rest),
-        is_settled=lambda times: is_quiet(times) or is_in_vain(times), still_open=open_steps(min_gain, confidence),
+        is_settled=lambda times: is_quiet(times) or is_in_vain(times), still_open=open_steps(min_gain, confidence, rest),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
         after=_shown(step, candidates, budget_s, runner.timer),
     )  # fmt: skip
@@ -359,11 +359,11 @@ def _once_on_top(
     times = interleaving.interleave(
         calls, rounds=_MOST_ROUNDS, budget_s=budget_s, most_s=PATIENCE * budget_s,
         rest=rest, in_a_row=runner.in_a_row(rest), is_settled=runner.is_settled(min_gain, confidence),
-        still_open=open_steps(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
+        still_open=open_steps(min_gain, confidence, rest), on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     del calls
     runner.forget()
-    (one,) = changes_of(times, min_gain, confidence)
+    (one,) = changes_of(times, min_gain, confidence, rest)
     return verdict_of(name, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain), one.step_ns
 
 
