@@ -324,12 +324,22 @@ def is_known(share: float) -> Callable[[list[list[int]]], bool]:
     return found
 
 
-def until_precise(share: float, least: int) -> Callable[[list[list[int]]], Collection[int] | None]:
-    """Return what leaves all candidates open until each is known to within a share of its time, by so many rounds at least."""
+def until_precise(share: float, least: int, of_difference: float = 0.0) -> Callable[[list[list[int]]], Collection[int] | None]:
+    """Return what leaves two candidates open until both are known, by so many rounds at least.
+
+    Args:
+        share: of each one's time, to within which it is known.
+        least: rounds.
+        of_difference: share of what they differ by, round by round; to know that to within it is enough. 0: it is not.
+    """
 
     def found(times: list[list[int]]) -> Collection[int] | None:
-        spans = list(map(median_interval, times)) if len(times[0]) >= least else []
-        return () if spans and all(high - low <= 2 * share * middle for middle, low, high in spans) else None
+        if len(times[0]) < least:
+            return None
+        spans = list(map(median_interval, times))
+        middle, low, high = median_interval([after - before for before, after in zip(*times, strict=True)])
+        is_told = of_difference > 0 and high - low <= 2 * of_difference * abs(middle)
+        return () if is_told or all(high - low <= 2 * share * middle for middle, low, high in spans) else None
 
     return found
 

@@ -256,6 +256,18 @@ def test_steps_are_precise_where_each_is_known_by_enough_rounds():
     assert precise([narrow[:19], narrow[:19]]) is None
 
 
+def test_steps_that_differ_by_much_are_precise_where_the_difference_is_known():
+    """15.5 and 10.3 ms: a hundredth of what they differ by is more than a thousandth of each."""
+    precise = interleaving.until_precise(0.001, 20, 0.01)
+    before, after = ([base + 110 * (number % 10) for number in range(30)] for base in (155_000, 103_000))
+    assert precise([before, after]) == () and precise([before[:19], after[:19]]) is None
+    assert interleaving.until_precise(0.001, 20)([before, after]) is None
+    late = [base + 9_000 * (number % 3) for number, base in enumerate(after)]
+    assert precise([before, late]) is None, "the difference itself is not known"
+    assert precise([before, [value - 100 * (number % 5) for number, value in enumerate(before)]]) is None, "they hardly differ"
+    assert precise([before, before]) == (), "no difference at all is known"
+
+
 def test_a_difference_is_after_minus_before():
     change = difference([100] * 20, [70] * 20)
     assert (change.median_ns, change.low_ns, change.high_ns) == (-30, -30, -30)

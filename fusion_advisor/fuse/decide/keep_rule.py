@@ -54,8 +54,9 @@ _UNTIMED_ROUNDS = 6
 """Of a step whose rewrites stay whatever their time: enough for the report to show the step, before and after."""
 _FEW_ROUNDS = 20
 """Of a step that has no rewrite to judge, for its time and its noise. The kept rewrites together have at least so many."""
-_PRECISE = 0.001
-"""Share of a step's time. Once the median of each step is known to within it, no further round is made."""
+_PRECISE, _TOLD = 0.001, 0.01
+"""Shares of a step's time and of what two steps differ by. Once the median of each step is known to within the one, or their
+difference to within the other, no further round is made."""
 
 
 def keep_all(bench: Bench, candidates: Sequence[Candidate]) -> Decision:
@@ -212,7 +213,7 @@ def _timed_twice(
     rest = runner.rest(calls)
     one, other = interleaving.interleave(
         calls, rounds=rounds, budget_s=budget_s, rest=rest, in_a_row=runner.in_a_row(rest),
-        still_open=interleaving.until_precise(_PRECISE, _FEW_ROUNDS),
+        still_open=interleaving.until_precise(_PRECISE, _FEW_ROUNDS, _TOLD),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
