@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fusion_advisor import units
-from fusion_advisor.autotune.build_ahead import BuildAhead
+from fusion_advisor.autotune.build_ahead import BuildAhead, Job, LinearJob
 from fusion_advisor.autotune.tune import MUST_GAIN, jobs_of
 from fusion_advisor.codegen.common.descriptor import Backend
 from fusion_advisor.codegen.registry import backends_for
@@ -38,6 +38,7 @@ def try_all(
     so_far: Callable[[list[Fusion]], None],
     instruments: Instruments = MEASURED,
     ahead: BuildAhead | None = None,
+    later: Callable[[], Iterable[Job | LinearJob]] = tuple,
 ) -> tuple[list[Fusion], list[BuiltFusion]]:
     """Try every planned fusion by itself.
 
@@ -50,6 +51,7 @@ def try_all(
         so_far: given all fusions tried, after each.
         instruments: time each kernel against the ops that it replaces.
         ahead: compiles all kernels from the start.
+        later: says what stages after this one will have compiled; it is found while the first kernels are.
 
     Returns:
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
@@ -60,6 +62,7 @@ def try_all(
     bench.observe(plan.fusions)
     if ahead is not None:
         submit(ahead, bench, plan.fusions, options)
+        ahead.submit(later())
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
     with kernel_dir_of(options) as kernel_dir:
