@@ -24,6 +24,7 @@ import torch
 
 from fusion_advisor.records import Timing
 from fusion_advisor.timing.host_timer import CPU_TIME, HostTimer, WallTimer, step_timer
+from fusion_advisor.timing.known import as_before, until_known_alone
 from fusion_advisor.timing.paired import compare_rounds
 from fusion_advisor.timing.wall_timer import as_timing, median_interval, nothing
 
@@ -100,10 +101,6 @@ def _warm_up(call: Callable[[], Any], before: Callable[[], object]) -> None:
 def always(_: object) -> bool:
     """Say yes, where an answer is wanted."""
     return True
-
-
-def as_before(_: object) -> None:
-    """Leave open what is open."""
 
 
 _WALL = WallTimer()
@@ -314,36 +311,6 @@ def is_quiet(share: float, confidence: float) -> Callable[[list[list[int]]], boo
     return found
 
 
-def is_known(share: float) -> Callable[[list[list[int]]], bool]:
-    """Return the question whether the quicker half of the candidates is known to within a share of each one's time."""
-
-    def found(times: list[list[int]]) -> bool:
-        spans = sorted(map(median_interval, times))
-        return all(high - low <= 2 * share * middle for middle, low, high in spans[: -(-len(spans) // 2)])
-
-    return found
-
-
-def until_precise(share: float, least: int, of_difference: float = 0.0) -> Callable[[list[list[int]]], Collection[int] | None]:
-    """Return what leaves two candidates open until both are known, by so many rounds at least.
-
-    Args:
-        share: of each one's time, to within which it is known.
-        least: rounds.
-        of_difference: share of what they differ by, round by round; to know that to within it is enough. 0: it is not.
-    """
-
-    def found(times: list[list[int]]) -> Collection[int] | None:
-        if len(times[0]) < least:
-            return None
-        spans = list(map(median_interval, times))
-        middle, low, high = median_interval([after - before for before, after in zip(*times, strict=True)])
-        is_told = of_difference > 0 and high - low <= 2 * of_difference * abs(middle)
-        return () if is_told or all(high - low <= 2 * share * middle for middle, low, high in spans) else None
-
-    return found
-
-
 def compare_alone(
     before: Callable[[], Any],
     after: Callable[[], Any],
@@ -369,7 +336,9 @@ def compare_alone(
         once_ns = max(timer.time_ns(before), 1)
         repeats = max(1, min(50, round(2e6 / once_ns)))
         candidates = [_repeat(call, repeats) for call in (before, after)]
-    times = interleave(candidates, rounds=40, budget_s=budget_s, on_cuda=on_cuda, timer=timer)
+    times = interleave(
+        candidates, rounds=40, budget_s=budget_s, on_cuda=on_cuda, still_open=until_known_alone(on_cuda=on_cuda), timer=timer
+    )
     method = "cuda_graph" if on_cuda else timer.method
     one, other = ([value // repeats for value in series] for series in times)
     return as_timing(one, method), as_timing(other, method)

@@ -27,6 +27,7 @@ from fusion_advisor.fuse.decide.verdict import Verdict, is_small_gain, is_unclea
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.host_timer import HostTimer
+from fusion_advisor.timing.known import until_precise
 from fusion_advisor.timing.wall_timer import as_timing, median_interval
 
 PATIENCE = 2.0
@@ -213,7 +214,7 @@ def _timed_twice(
     rest = runner.rest(calls)
     one, other = interleaving.interleave(
         calls, rounds=rounds, budget_s=budget_s, rest=rest, in_a_row=runner.in_a_row(rest),
-        still_open=interleaving.until_precise(_PRECISE, _FEW_ROUNDS, _TOLD),
+        still_open=until_precise(_PRECISE, _FEW_ROUNDS, _TOLD),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)

@@ -21,7 +21,8 @@ from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
 from fusion_advisor.timing.clock_sampler import CURRENT_DEVICE, Gauge, is_held_down
 from fusion_advisor.timing.host_timer import HostTimer, WallTimer, step_timer
-from fusion_advisor.timing.interleaving import REST, TURN_S, interleave, is_known
+from fusion_advisor.timing.interleaving import REST, TURN_S, interleave
+from fusion_advisor.timing.known import is_known
 from fusion_advisor.timing.wall_timer import as_timing, nothing
 
 _KNOWN = 0.01
