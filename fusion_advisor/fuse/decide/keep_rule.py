@@ -2,9 +2,9 @@
 
 Cumulative prefixes of the rewrites are timed against each other in one interleaved run; the first prefix runs twice and gives
 the noise floor (A/A). A rewrite stays when the whole interval of its paired difference lies below both thresholds. Rewrites
-that a look at the first rounds settles are left out of the further ones (``timing.looks``). Then the kept rewrites are timed
-together against none, which is the report's headline. Rewrites that are faster by their whole interval but short of a
-threshold are timed once more together, against the same two thresholds.
+that a look at the first rounds settles are left out of the further ones (``timing.looks``), and so is the step itself once its
+noise is below the least gain. Then the kept rewrites are timed together against none, which is the report's headline. Rewrites
+that are faster by their whole interval but short of a threshold are timed once more together, against the same two thresholds.
 
 On a GPU rewrites that are too little by their own times are one candidate, and next to nothing is left out (``alone``).
 

@@ -2,6 +2,7 @@
 
 The kernels of a changed layout and those of linears follow from the captured graphs alone. In a run of Qwen2.5-7B, 1 x 512, on an
 H200 their compilers took 4 s of the process that times kernels. The processes that compile ahead have nothing else to do by then.
+Figures: ``docs/measurements/keep_rule.md``.
 """
 
 from __future__ import annotations
