@@ -159,7 +159,7 @@ def _apply(
         with clock.phase("fusions"):
             fusions, built = try_all(
                 bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))), instruments, ahead,
-                lambda: jobs_of_later(bench, plan.fusions, options, torch.device(loaded.record.device)),
+                lambda: jobs_of_later(bench, plan.fusions, options, bench.device),
             )  # fmt: skip
             if bench.recorder is None:  # compilers would take cores from a step that the host launches
                 builds.close()

@@ -43,7 +43,7 @@ def try_all(
     """Try every planned fusion by itself.
 
     Args:
-        bench: the live capture; observes the fusions' sites first.
+        bench: the live capture; observes the fusions' sites.
         plan: what to try.
         options: backend, fast_math, run directory. ``fastest`` tries each kernel in Triton and in CUDA C++,
             None those that Triton is known to be slower at.
@@ -59,10 +59,10 @@ def try_all(
     Raises:
         KernelFaulted: a kernel faulted on a GPU, where nothing can run any more; ``so_far`` has its row by then.
     """
-    bench.observe(plan.fusions)
     if ahead is not None:
         submit(ahead, bench, plan.fusions, options)
         ahead.submit(later())
+    bench.observe(plan.fusions)  # while the first kernels are compiled
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
     with kernel_dir_of(options) as kernel_dir:
@@ -125,15 +125,14 @@ def submit(ahead: BuildAhead, bench: Bench, fusions: Sequence[PlannedFusion], op
 
     Args:
         ahead: compiles.
-        bench: has observed the fusions' first sites.
+        bench: of the fusions.
         fusions: what will be tried.
         options: backend and fast_math.
     """
     for planned in fusions:
-        _, roots = bench.first_site(planned)
         for backend in backends_of(options.backend, planned.program, on_cuda=bench.on_cuda):
             jobs = jobs_of(
-                planned.program, planned.tunables, backend, roots[0].device, header=planned.header, fast_math=options.fast_math
+                planned.program, planned.tunables, backend, bench.device, header=planned.header, fast_math=options.fast_math
             )
             ahead.submit(jobs)
 

@@ -14,7 +14,7 @@ from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.codegen.gemm.problem import CUBLAS, GemvProblem, candidates
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.decide.try_fusions import try_all
+from fusion_advisor.fuse.decide.try_fusions import submit, try_all
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
@@ -96,10 +96,19 @@ def test_all_that_choosing_compiles_is_named_and_what_is_stored_alone(tmp_path, 
 def test_they_are_named_once_the_fusions_own_kernels_are_asked_for():
     asked = []
     ahead = SimpleNamespace(submit=lambda jobs: asked.append(list(jobs)))
-    bench, plan = SimpleNamespace(on_cuda=True, observe=lambda _: None), SimpleNamespace(fusions=())
+    bench = SimpleNamespace(on_cuda=True, observe=lambda _: asked and asked.append("observed"))
+    plan = SimpleNamespace(fusions=())
 
     def tried(ahead):
         return try_all(bench, plan, ApplyOptions(), Progress(), lambda _: None, ahead=ahead, later=lambda: ["later"])
 
     assert tried(None) == ([], []) and not asked
-    assert tried(ahead) == ([], []) and asked == [["later"]]
+    assert tried(ahead) == ([], []) and asked == [["later"], "observed"], "nothing waits for the model's own run"
+
+
+def test_a_fusions_own_kernels_are_asked_for_on_the_steps_device():
+    bench, planned = planned_bench(gated())
+    asked = []
+    submit(SimpleNamespace(submit=asked.extend), bench, planned, ApplyOptions(backend="cpp"))
+    assert bench.device == CPU and not bench.values, "the step has not run for it"
+    assert {job.program for job in asked} == {one.program for one in planned}
