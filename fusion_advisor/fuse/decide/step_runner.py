@@ -143,8 +143,8 @@ def open_steps(
 ) -> Callable[[Sequence[Sequence[int]]], Collection[int] | None]:
     """Return what says which steps are timed further, at a look (``timing.looks``): none once all rewrites are decided.
 
-    Else the steps without and with each rewrite that the looks leave open, and the step itself twice as long as its noise may
-    decide: once that is below the least gain, even by a look's strict interval, the least gain alone is what must be passed.
+    Else the steps without and with each rewrite that the looks leave open, and for as long as its noise may decide the step
+    itself, twice. Once the noise is below the least gain, even by a look's strict interval, a rewrite must pass that gain alone.
 
     Args:
         min_gain: share of the step that a rewrite must save.
