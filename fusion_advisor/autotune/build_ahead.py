@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem
 from fusion_advisor.ir.program import Program
 
 _MOST_PROCESSES = 16
@@ -47,6 +48,21 @@ class Job:
     fast_math: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearJob:
+    """A kernel of a linear layer in CUDA C++.
+
+    Attributes:
+        problem: what it computes.
+        header: as it is rendered.
+        config: its launch parameters.
+    """
+
+    problem: GemvProblem
+    header: Header
+    config: GemvConfig
+
+
 class BuildAhead:
     """Processes that compile for one GPU; a context that ends them.
 
@@ -63,8 +79,8 @@ class BuildAhead:
         self._ours, theirs = Pipe()
         self._arch = arch
         self._warn = warn
-        self._done: dict[Job, threading.Event] = {}
-        self._numbers: dict[int, Job] = {}
+        self._done: dict[Job | LinearJob, threading.Event] = {}
+        self._numbers: dict[int, Job | LinearJob] = {}
         self._is_over = False
         command = [sys.executable, "-m", "fusion_advisor.autotune.build_worker", str(theirs.fileno()), str(count)]
         with theirs:
@@ -96,7 +112,7 @@ class BuildAhead:
         if self._is_over:
             self._say_end()
 
-    def submit(self, jobs: Iterable[Job]) -> None:
+    def submit(self, jobs: Iterable[Job | LinearJob]) -> None:
         """Ask for kernels, in this order; one that was asked for before is left out.
 
         Args:
@@ -113,7 +129,7 @@ class BuildAhead:
             except OSError:  # the listener sees the same end, and says it
                 return
 
-    def wait(self, jobs: Iterable[Job]) -> None:
+    def wait(self, jobs: Iterable[Job | LinearJob]) -> None:
         """Return when these kernels are compiled or cannot be.
 
         Args:

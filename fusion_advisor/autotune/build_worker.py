@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import Connection
 
-from fusion_advisor.autotune.build_ahead import Job
+from fusion_advisor.autotune.build_ahead import Job, LinearJob
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.codegen.gemm.cuda import GemvCuda
 from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.codegen.triton.ahead import build_driver, load_compiler
 
@@ -28,15 +29,19 @@ _NICE = 5
 """The process that times kernels goes first."""
 
 
-def compile_job(job: Job, arch: int) -> None:
+def compile_job(job: Job | LinearJob, arch: int) -> None:
     """Render a kernel and compile it into the compilers' caches.
 
     Args:
         job: the kernel.
         arch: compute capability.
     """
-    language = descriptor(job.backend)
     try:
+        if isinstance(job, LinearJob):
+            maker = GemvCuda()
+            maker.compile_for(job.problem, maker.render(job.problem, job.header, config=job.config), arch)
+            return
+        language = descriptor(job.backend)
         rendered = language.maker().render(job.program, job.header, tuning=job.tuning, fast_math=job.fast_math)
         language.compile_ahead(job.program, rendered, arch)
     except KernelBuildFailed as failure:  # said where the kernel is used

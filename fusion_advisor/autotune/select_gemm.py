@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
+from fusion_advisor.autotune.build_ahead import Job, LinearJob
 from fusion_advisor.autotune.cache import TuningStore
-from fusion_advisor.autotune.cublas_with_norm_and_gate import around_launcher
+from fusion_advisor.autotune.cublas_with_norm_and_gate import around_launcher, jobs_around
 from fusion_advisor.autotune.tune import MUST_GAIN, Gpu, time_launchers, version
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
@@ -129,11 +130,8 @@ def choose(
     started = time.perf_counter_ns()
     device = torch.device(device)
     backends = tuple(name for name in backends if descriptor(name).is_available())[:1]
-    ours = candidates(problem, backends)
+    theirs, ours = _contenders(problem, backends, with_cublas=with_cublas)
     fallback = default_config(problem, backends) if with_cublas or not ours else ours[0]
-    theirs = [CUBLAS] if with_cublas else []
-    if with_cublas and (problem.m > CROSSOVER_ROWS or not ours):  # below, it never won, and to tune its kernels takes a while
-        theirs += filter(None, (around(problem, name) for name in backends))
     tried = [*theirs, *ours]
     if device.type != "cuda" or tried in ([], [CUBLAS]):
         return GemvChoice(config=fallback, source="default")
@@ -156,6 +154,54 @@ def choose(
     store.put(key, chosen, median_ns=best_ns, default_ns=fallback_ns)
     tried_ns = tuple((text, ns) for _, text, ns in timed)
     return GemvChoice(config=chosen, source="measured", tried=tried_ns, tune_ns=time.perf_counter_ns() - started)
+
+
+def jobs_for(
+    problem: GemvProblem,
+    device: torch.device,
+    *,
+    header: Header,
+    backends: Sequence[str] = LINEAR_BACKENDS,
+    store: TuningStore | None = None,
+    gpu: Gpu | None = None,
+) -> tuple[Job | LinearJob, ...]:
+    """Return what :func:`choose` will compile in CUDA C++, so that it can be compiled ahead; Triton compiles at a first launch.
+
+    Args:
+        problem: as it will be given there.
+        device: the same.
+        header: the same.
+        backends: the same.
+        store: the user's file by default.
+        gpu: that of the device by default.
+    """
+    backends = tuple(name for name in backends if descriptor(name).is_available())[:1]
+    theirs, ours = _contenders(problem, backends, with_cublas=True)
+    tried = [*theirs, *ours]
+    if backends != ("cuda",) or tried == [CUBLAS]:
+        return ()
+    store, gpu = TuningStore() if store is None else store, gpu or Gpu(device)
+    key = choice_key(problem, header.title, (*backends, *(config.form for config in theirs)), gpu.name())
+    stored = store.get_as(GemvConfig, key)
+    wanted = [stored] if stored is not None and stored in tried else tried
+    jobs: list[Job | LinearJob] = []
+    for config in wanted:
+        if config.form in AROUND.values():
+            jobs += jobs_around(problem, backends[0], store=store, gpu=gpu)
+        elif config != CUBLAS:
+            jobs.append(LinearJob(problem=problem, header=header, config=config))
+    return tuple(jobs)
+
+
+def _contenders(
+    problem: GemvProblem, backends: tuple[str, ...], *, with_cublas: bool
+) -> tuple[list[GemvConfig], tuple[GemvConfig, ...]]:
+    """Return torch's ways to compute a problem and ours."""
+    ours = candidates(problem, backends)
+    theirs = [CUBLAS] if with_cublas else []
+    if with_cublas and (problem.m > CROSSOVER_ROWS or not ours):  # below, it never won, and to tune its kernels takes a while
+        theirs += filter(None, (around(problem, name) for name in backends))
+    return theirs, ours
 
 
 def _timed(

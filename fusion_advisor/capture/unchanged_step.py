@@ -23,6 +23,9 @@ from fusion_advisor.timing import wall_timer
 from fusion_advisor.timing.clock_sampler import watching
 from fusion_advisor.timing.host_timer import HostTimer
 
+KNOWN_TO = 0.02
+"""Share of the eager step's time, where ``apply`` times it again at its end, next to what stays."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
@@ -33,6 +36,7 @@ class Measurement:
         runs: wall-time runs at most.
         budget_s: seconds spent on wall times.
         least_s: seconds spent on them at least, beyond ``runs`` and ``budget_s``.
+        known_to: share of the wall time; once it is known to within that, the step is timed no longer. 0: for all its runs.
         traced_steps: how many steps are traced, eager and captured; the median of each is kept.
         with_nvtx: open NVTX ranges per phase and module.
         trace_to: keep the raw trace here (``trace.before.json.gz``).
@@ -43,6 +47,7 @@ class Measurement:
     runs: int = 50
     budget_s: float = 3.0
     least_s: float = 0.0
+    known_to: float = 0.0
     traced_steps: int = 3
     with_nvtx: bool = False
     trace_to: Path | None = None
@@ -121,6 +126,7 @@ class UnchangedStep:
                 runs=how.runs,
                 budget_s=how.budget_s,
                 least_s=how.least_s,
+                known_to=how.known_to,
                 on_cuda=self.on_cuda,
                 warmup=0,
                 before=self.rewind,

@@ -65,7 +65,7 @@ def measure_after(installed: Installed, check: ModelCheck) -> Measured:
             if job.with_peers and job.options.is_peer_asked_for  # up to a minute, for what is no peer
             else []
         )
-        rows = measure_all([_eager(installed), *others, ours, *rest], **_how(job), on_required=early)
+        rows = measure_all([_eager(installed), *others, ours, *rest], **_how(job), is_held=is_held(installed), on_required=early)
     answer_s = answered_s[0] if answered_s else job.clock.elapsed_s()
     warm_up, warnings = (None, ()) if job.options.effort == "quick" else _warm_up(installed)
     if warm_up is not None:
@@ -158,6 +158,20 @@ def _others(job: Job) -> list[Contender]:
     # Nobody asked for it: a compiler may take as long as the run took so far, never longer.
     limit_s = max(_LEAST_LIMIT_S, sum(taken_s for _, taken_s in job.clock.durations_s))
     return [replace(one, limit_s=limit_s) for one in found if one.is_compiled]
+
+
+def is_held(installed: Installed) -> bool | None:
+    """Say whether the power limit holds eager or ours down, by what choosing rewrites found of replayed steps; None: not known.
+
+    Where it does not hold replays down, it holds nothing down that the host launches. Where it does, ours may be launched.
+
+    Args:
+        installed: the fused model.
+    """
+    rest, job = installed.job.bench.rest, installed.job
+    if rest is None or installed.kept.decision.method != "cuda_graph" or job.instruments.exchange is not None:
+        return None
+    return rest > 0 if installed.is_graphed or not rest else None
 
 
 def _how(job: Job) -> dict[str, Any]:

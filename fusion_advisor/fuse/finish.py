@@ -183,6 +183,7 @@ def _with_graph(installed: Installed) -> Installed:
                 budget_s=_QUICK_GRAPH_S if options.effort == "quick" else _GRAPH_S,
                 least_s=options.min_time_s, wait=bench.wait, on_cuda=bench.on_cuda, rewind=bench.live.written.rewind,
                 device_ns=decision.after.median_ns if decision.method == "cuda_graph" else None, is_timed=options.is_timed,
+                rest=bench.rest if decision.method == "cuda_graph" else None,
             )  # fmt: skip
     job.progress.note(f"{row.name}: {row.status}, {row.reason}")
     report = with_intervals(replace(installed.report, rewrites=(*installed.report.rewrites, row)))

@@ -17,7 +17,7 @@ from fusion_advisor.autotune.start_compilers import building_ahead
 from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.profile import profile_model
-from fusion_advisor.capture.unchanged_step import Measurement
+from fusion_advisor.capture.unchanged_step import KNOWN_TO, Measurement
 from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import ModelInTraining, NoCompiler, NoTensorOutput
@@ -44,6 +44,7 @@ from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.prediction.interval import with_intervals
+from fusion_advisor.fuse.stages.jobs_of_later import jobs_of_later
 from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
 from fusion_advisor.fuse.too_busy import with_noise_judged
@@ -157,9 +158,11 @@ def _apply(
         )  # fmt: skip
         with clock.phase("fusions"):
             fusions, built = try_all(
-                bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))), instruments, ahead
-            )
-            builds.close()
+                bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))), instruments, ahead,
+                lambda: jobs_of_later(bench, plan.fusions, options, bench.device),
+            )  # fmt: skip
+            if bench.recorder is None:  # compilers would take cores from a step that the host launches
+                builds.close()
         if options.dry_run:
             return _dry_run(loaded, capture, bench, replace(report, fusions=tuple(fusions)), clock)
         with clock.phase("keep what pays"):
@@ -169,6 +172,7 @@ def _apply(
             )
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             kept = _on_top(kept, loaded, options, progress, instruments, linear_kernels, budget_s=budget_s)
+            builds.close()
             confirm_s = budget_s / 3 if options.effort != "quick" else 1.0
             kept = confirmed_once(kept, is_timed=options.is_timed, budget_s=confirm_s)
         for one in (bench, kept.bench):
@@ -262,6 +266,7 @@ def _on_top(
 def measurement_of(options: ProfileOptions) -> Measurement:
     """Return how the unchanged step is timed and traced."""
     return Measurement(
+        known_to=KNOWN_TO if isinstance(options, ApplyOptions) and options.effort != "thorough" else 0.0,
         warmup=options.warmup,
         runs=options.runs,
         budget_s=options.budgets.wall_s,

@@ -73,6 +73,6 @@ def with_graphs(
 
     def chosen(*args: Any, **kwargs: Any) -> GraphRewrite:
         # Not on CUDA: a look at this rank's own power limit runs the step as often as this rank finds it takes.
-        return choose(*args, **{**kwargs, "on_cuda": False, "timer": timer})
+        return choose(*args, **{**kwargs, "on_cuda": False, "rest": None, "timer": timer})
 
     return replace(stage, graph_recorder=recorder_of, choose_graph=chosen, holds_collectives=True)

@@ -24,6 +24,7 @@ import torch
 
 from fusion_advisor.records import Timing
 from fusion_advisor.timing.host_timer import CPU_TIME, HostTimer, WallTimer, step_timer
+from fusion_advisor.timing.known import as_before, until_known_alone
 from fusion_advisor.timing.paired import compare_rounds
 from fusion_advisor.timing.wall_timer import as_timing, median_interval, nothing
 
@@ -105,10 +106,6 @@ def _warm_up(call: Callable[[], Any], before: Callable[[], object]) -> None:
 def always(_: object) -> bool:
     """Say yes, where an answer is wanted."""
     return True
-
-
-def as_before(_: object) -> None:
-    """Leave open what is open."""
 
 
 _WALL = WallTimer()
@@ -301,8 +298,12 @@ def difference(before_ns: Sequence[int], after_ns: Sequence[int], confidence: fl
 
 
 def noise_ns(one_ns: Sequence[int], again_ns: Sequence[int], confidence: float = 0.95) -> int:
-    """Return how far a candidate may differ from itself (A/A): the end of that difference's interval that lies farther from 0."""
-    same = difference(one_ns, again_ns, confidence)
+    """Return how far a candidate may differ from itself (A/A): the end of that difference's interval that lies farther from 0.
+
+    One of the two may have been left out of later rounds: those that both have are compared.
+    """
+    count = min(len(one_ns), len(again_ns))
+    same = difference(one_ns[:count], again_ns[:count], confidence)
     return max(abs(same.low_ns), abs(same.high_ns))
 
 
@@ -311,26 +312,6 @@ def is_quiet(share: float, confidence: float) -> Callable[[list[list[int]]], boo
 
     def found(times: list[list[int]]) -> bool:
         return noise_ns(times[0], times[1], confidence) <= share * median_interval(times[0])[0]
-
-    return found
-
-
-def is_known(share: float) -> Callable[[list[list[int]]], bool]:
-    """Return the question whether the quicker half of the candidates is known to within a share of each one's time."""
-
-    def found(times: list[list[int]]) -> bool:
-        spans = sorted(map(median_interval, times))
-        return all(high - low <= 2 * share * middle for middle, low, high in spans[: -(-len(spans) // 2)])
-
-    return found
-
-
-def until_precise(share: float, least: int) -> Callable[[list[list[int]]], Collection[int] | None]:
-    """Return what leaves all candidates open until each is known to within a share of its time, by so many rounds at least."""
-
-    def found(times: list[list[int]]) -> Collection[int] | None:
-        spans = list(map(median_interval, times)) if len(times[0]) >= least else []
-        return () if spans and all(high - low <= 2 * share * middle for middle, low, high in spans) else None
 
     return found
 
@@ -360,7 +341,9 @@ def compare_alone(
         once_ns = max(timer.time_ns(before), 1)
         repeats = max(1, min(50, round(2e6 / once_ns)))
         candidates = [_repeat(call, repeats) for call in (before, after)]
-    times = interleave(candidates, rounds=40, budget_s=budget_s, on_cuda=on_cuda, timer=timer)
+    times = interleave(
+        candidates, rounds=40, budget_s=budget_s, on_cuda=on_cuda, still_open=until_known_alone(on_cuda=on_cuda), timer=timer
+    )
     method = "cuda_graph" if on_cuda else timer.method
     one, other = ([value // repeats for value in series] for series in times)
     return as_timing(one, method), as_timing(other, method)

@@ -51,6 +51,7 @@ def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None
 
 
 _WALL = WallTimer()
+_LEAST_RUNS, _KNOWN_BY = 5, 10
 
 
 def nothing(*_: object) -> None:
@@ -65,6 +66,7 @@ def wall_times(
     on_cuda: bool,
     warmup: int = 2,
     least_s: float = 0.0,
+    known_to: float = 0.0,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int], object] = nothing,
     timer: HostTimer = _WALL,
@@ -78,6 +80,7 @@ def wall_times(
         on_cuda: synchronise the device.
         warmup: runs before the first timed one.
         least_s: go on until this much time has been measured, beyond ``runs`` and ``budget_s``.
+        known_to: stop once the median is known to within this share of it, after ten runs at least; 0: never for that.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called after each run and not timed, with the run's number and its nanoseconds.
         timer: times the runs.
@@ -97,7 +100,11 @@ def wall_times(
         call()
         wait()
 
-    while measured_ns < least_s * 1e9 or (len(times) < runs and (len(times) < 5 or timer.seconds() - started < budget_s)):
+    def is_over() -> bool:
+        is_spent = len(times) >= runs or (len(times) >= _LEAST_RUNS and timer.seconds() - started >= budget_s)
+        return measured_ns >= least_s * 1e9 and (is_spent or _is_known(times, known_to))
+
+    while not is_over():
         if before is not nothing or after is not nothing:
             before()
             wait()
@@ -105,3 +112,11 @@ def wall_times(
         measured_ns += times[-1]
         after(len(times) - 1, times[-1])
     return times
+
+
+def _is_known(times: Sequence[int], share: float) -> bool:
+    """Whether the median of enough runs is known to within a share of it."""
+    if len(times) < _KNOWN_BY or not share:
+        return False
+    middle, low, high = median_interval(times)
+    return high - low <= 2 * share * middle

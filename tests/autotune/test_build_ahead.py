@@ -9,11 +9,14 @@ import time
 import pytest
 import torch
 
-from fusion_advisor.autotune.build_ahead import BuildAhead, Job
+from fusion_advisor.autotune.build_ahead import BuildAhead, Job, LinearJob
 from fusion_advisor.autotune.tune import best_tuning, candidates, jobs_of
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
+from fusion_advisor.codegen.gemm.cuda import GemvCuda, compile_for
+from fusion_advisor.codegen.gemm.problem import GemvProblem
+from fusion_advisor.codegen.gemm.problem import candidates as gemv_candidates
 from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.codegen.triton.ahead import TargetOnly
 from fusion_advisor.codegen.triton.backend import TritonBackend
@@ -85,6 +88,20 @@ def test_cubins_are_kept_for_a_bind(caches):
     for job in asked:
         rendered = descriptor("cuda").maker().render(job.program, HEADER, tuning=job.tuning, fast_math=False)
         descriptor("cuda").compile_for(job.program, rendered, 90)
+    assert list((caches / "own").rglob("*.cubin")) == kept
+
+
+@pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core")
+def test_cubins_of_linears_are_kept_for_a_bind(caches):
+    problem = GemvProblem(m=2, n=64, k=256, dtype="bfloat16", has_norm=True)
+    asked = [LinearJob(problem=problem, header=HEADER, config=config) for config in gemv_candidates(problem, ("cuda",))[:2]]
+    with BuildAhead(90, processes=2) as ahead:
+        ahead.submit(asked)
+        ahead.wait(asked)
+    kept = list((caches / "own").rglob("*.cubin"))
+    assert len(kept) == len(asked)
+    for job in asked:
+        compile_for(GemvCuda().render(problem, HEADER, config=job.config), 90)
     assert list((caches / "own").rglob("*.cubin")) == kept
 
 

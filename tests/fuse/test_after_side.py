@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.after_side import call_overhead
+from fusion_advisor.fuse.after_side import call_overhead, is_held
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 
@@ -65,3 +67,23 @@ def test_what_a_call_moves_is_put_back_ahead_of_each_and_after_the_last():
     call_overhead(call, live.regions, lambda: events.append("rewind"))
     assert events[0] == events[-1] == "rewind"
     assert events[:-1] == ["rewind", "call"] * 52
+
+
+@pytest.mark.parametrize(
+    ("rest", "method", "is_graphed", "exchange", "found"),
+    [
+        (2.0, "cuda_graph", True, None, True),
+        (2.0, "cuda_graph", False, None, None),  # launched by the host, ours may draw less power
+        (0.0, "cuda_graph", False, None, False),
+        (0.0, "cuda_graph", True, None, False),
+        (0.0, "cuda_events", True, None, None),
+        (None, "cuda_graph", True, None, None),
+        (2.0, "cuda_graph", True, max, None),  # ranks look at no power limit
+    ],
+)
+def test_what_is_known_of_the_power_limit_is_what_replays_showed(rest, method, is_graphed, exchange, found):
+    installed = SimpleNamespace(
+        job=SimpleNamespace(bench=SimpleNamespace(rest=rest), instruments=SimpleNamespace(exchange=exchange)),
+        kept=SimpleNamespace(decision=SimpleNamespace(method=method)), is_graphed=is_graphed,
+    )  # fmt: skip
+    assert is_held(installed) is found

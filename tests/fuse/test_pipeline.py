@@ -22,7 +22,7 @@ from fusion_advisor.fuse.installed import LastStage
 from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.modes.trace_profile import profile_trace
 from fusion_advisor.fuse.passes.registry import PASSES
-from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
+from fusion_advisor.fuse.pipeline import apply_workload, measurement_of, profile_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.records import Fusion, GraphRewrite, Match, Status, Tolerance
@@ -251,6 +251,11 @@ def test_steps_are_traced_and_timed_as_asked(loaded, quick):
     for side in ("before", "after"):
         events = json.loads(gzip.decompress((quick.run_dir / f"trace.{side}.json.gz").read_bytes()))["traceEvents"]
         assert {event["name"] for event in events if event["name"].startswith("fa:step:")} == {"fa:step:0", "fa:step:1"}
+
+
+def test_the_eager_step_is_timed_in_full_only_where_that_is_its_last_time():
+    assert measurement_of(ProfileOptions()).known_to == measurement_of(ApplyOptions(effort="thorough")).known_to == 0
+    assert measurement_of(ApplyOptions()).known_to == 0.02
 
 
 def test_the_report_so_far_is_given_after_every_fusion(loaded, quick):

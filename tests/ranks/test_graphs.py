@@ -64,8 +64,8 @@ def test_the_choice_is_made_by_agreed_times_and_looks_at_no_power_limit():
         )  # fmt: skip
         assert stage.graph_recorder(SimpleNamespace(on_cuda=False)) is None
         assert isinstance(stage.graph_recorder(SimpleNamespace(on_cuda=True)), AgreedRecorder)
-        assert stage.choose_graph("model", on_cuda=True, rounds=4) == "model"
-        return stage.holds_collectives, asked == {"on_cuda": False, "timer": timer, "rounds": 4}
+        assert stage.choose_graph("model", on_cuda=True, rounds=4, rest=2.0) == "model"
+        return stage.holds_collectives, asked == {"on_cuda": False, "rest": None, "timer": timer, "rounds": 4}
 
     assert both(work) == [(True, True), (True, True)]
     assert not LastStage().holds_collectives

@@ -176,6 +176,16 @@ def test_ways_of_calling_a_model_that_is_held_down_run_for_a_while_at_their_turn
         assert 2.0 < clock.seconds() < 2.4 and runs_each_turn < 2.1
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_is_known_of_the_power_limit_is_not_found_out_again(is_held):
+    clock = Slow(40_000_000)
+    watch = clock.watch(at_limit if not is_held else ClockSample)  # what a look would find is the opposite
+    (timing,) = step_profile.walls(
+        [clock.step], on_cuda=True, is_held=is_held, runs=20, budget_s=9.0, timer=clock, gauge=gauge_of(watch)
+    )
+    assert (clock.steps / len(timing.times_ns) > 5) is is_held
+
+
 def test_ways_that_are_held_down_are_timed_until_they_are_known():
     """A run takes a turn; what it takes comes down by 30 % in the first two dozens of them."""
     clock = Slow(lambda: round(200_000_000 * (1 + 0.3 * max(0.0, 1 - clock.steps / 48))))

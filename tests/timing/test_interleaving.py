@@ -241,24 +241,6 @@ def test_a_step_is_quiet_when_it_does_not_differ_from_itself():
     assert interleaving.noise_ns(same, [value - 12 for value in same]) == 12
 
 
-def test_ways_are_known_when_the_intervals_of_the_quicker_ones_are_narrow():
-    known = interleaving.is_known(0.01)
-    narrow, wide = [1000 + number % 20 for number in range(30)], [1000 + 5 * (number % 20) for number in range(30)]
-    slow = [2 * value for value in wide]
-    assert known([narrow]) and not known([wide])
-    assert known([slow, narrow]) and known([slow, narrow, narrow, slow])
-    assert not known([slow, narrow, wide]) and not known([wide, narrow, slow])
-    assert not known([narrow, slow, slow])  # two are the quicker half of three
-
-
-def test_steps_are_precise_where_each_is_known_by_enough_rounds():
-    precise = interleaving.until_precise(0.001, 20)
-    narrow, wide = [100_000 + number % 20 for number in range(30)], [100_000 + 50 * (number % 20) for number in range(30)]
-    assert precise([narrow, narrow]) == ()
-    assert precise([narrow, wide]) is precise([wide, narrow]) is None
-    assert precise([narrow[:19], narrow[:19]]) is None
-
-
 def test_a_difference_is_after_minus_before():
     change = difference([100] * 20, [70] * 20)
     assert (change.median_ns, change.low_ns, change.high_ns) == (-30, -30, -30)

@@ -30,6 +30,9 @@ def no(_):
     return False
 
 
+DUE = [count for count in looks.ROUNDS if count < 100]
+
+
 def test_a_look_is_due_after_few_numbers_of_rounds_alone():
     assert [count for count in range(2, 201) if looks.at_look(rounds(count, 1, 0.01, 0), 0.95, no)] == list(looks.ROUNDS)
 
@@ -41,7 +44,7 @@ def test_all_looks_together_raise_no_more_than_the_error_allowed(confidence):
     truth, wrong, draws = 1.0, 0, 500
     for seed in range(draws):
         times = rounds(100, truth, 0.02, seed)
-        some = [looks.at_look([series[:count] for series in times], confidence, no) for count in looks.ROUNDS[:4]]
+        some = [looks.at_look([series[:count] for series in times], confidence, no) for count in DUE]
         end = looks.changes(times, confidence, no, no)
         wrong += any(not one.change.low_ns <= 0 <= one.change.high_ns for (one,) in (*some, end))
     assert wrong <= (1 - confidence) * draws
@@ -53,7 +56,7 @@ def test_unguarded_looks_would_raise_more():
     wrong = 0
     for seed in range(300):
         times = rounds(100, 1.0, 0.02, seed)
-        some = [plainly([series[:count] for series in times], 0.8) for count in (*looks.ROUNDS[:4], 100)]
+        some = [plainly([series[:count] for series in times], 0.8) for count in (*DUE, 100)]
         wrong += any(not one.low_ns <= 0 <= one.high_ns for one, _ in some)
     assert wrong > 0.3 * 300
 
@@ -131,7 +134,7 @@ def as_timed(times):
 
 def test_a_settled_rewrite_costs_no_further_rounds():
     times = as_timed(stacked(100, [0.05, 0.0049, 0.03, 0.04], 0.002, 3))
-    assert [len(series) for series in times] == [100, 100, 100, 100, 10, 10], (
+    assert [len(series) for series in times] == [15, 15, 100, 100, 10, 10], (
         "the second rewrite is open, so the steps without it and with it go on"
     )
     assert [len(series) for series in as_timed(stacked(100, [0.05, 0.04], 0.001, 3))] == [10, 10, 10, 10]
@@ -143,7 +146,28 @@ def test_a_settled_rewrite_is_what_its_look_saw_and_stays_so():
     first = looks.at_look([series[:10] for series in whole], 0.95, no)
     found = changes(times, 0.005, 0.95)
     assert (found[0], found[3]) == (first[0], first[3]) and settles(first[0], 0.005) and settles(first[3], 0.005)
-    assert found[1] == looks.changes(whole, 0.95, no, no)[1], "what no look settles is read at the end, off all rounds"
+    end = looks.changes(whole, 0.95, no, no)[1]
+    assert found[1].change == end.change, "what no look settles is read at the end, off all rounds"
+    assert found[1].noise_ns < 0.005 * end.step_ns, "of the rounds that the step itself has"
+
+
+def test_the_step_itself_is_timed_for_as_long_as_its_noise_may_decide():
+    loud = as_timed(stacked(100, [0.05, 0.006], 0.01, 3))
+    assert [len(series) for series in loud] == [100, 100, 100, 100], "the noise alone may hide 0.6 %"
+    lengths = [len(series) for series in as_timed(stacked(160, [0.05, 0.0049], 0.005, 1))]
+    assert lengths[0] == lengths[1] in looks.ROUNDS[1:-2] and lengths[2:] == [160, 160], "later rounds showed enough of it"
+
+
+def test_what_is_kept_without_further_rounds_of_the_step_itself_is_kept_with_them():
+    """Gains about the least one, where a threshold that moved would show."""
+    kept = []
+    for seed in range(60):
+        gain = random.Random(seed).choice([0.004, 0.005, 0.006, 0.007])
+        whole = stacked(90, [gain], 0.002, seed)
+        timed = as_timed(whole)
+        pair = [changes(times, 0.005, 0.95)[0] for times in (timed, [series[: len(timed[-1])] for series in whole])]
+        kept.append([one.change.high_ns < -max(0.005 * one.step_ns, one.noise_ns) for one in pair])
+    assert all(one == other for one, other in kept) and 0 < sum(one for one, _ in kept) < 60
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.005])
@@ -160,3 +184,11 @@ def test_short_rounds_are_not_looked_at():
     """Ten rounds of half a millisecond may all be disturbed by one thing."""
     times = [[value // 200 for value in series] for series in rounds(10, 0.5, 0.001, 1)]
     assert looks.at_look(times, 0.95, no) == () and open_steps(0.005, 0.95)(times) is None
+
+
+def test_rests_are_time_in_which_a_disturbance_would_show():
+    """Ten rounds of three steps of 11 ms last a third of a second, with rests twice as long a whole one."""
+    times = [[value // 9 for value in series] for series in rounds(10, 0.5, 0.001, 1)]
+    assert looks.at_look(times, 0.95, no) == () and looks.at_look(times, 0.95, no, rest=2.0) != ()
+    assert open_steps(0.005, 0.95)(times) is None and open_steps(0.005, 0.95, 2.0)(times) == ()
+    assert changes(times, 0.005, 0.95, 2.0) == looks.at_look(times, 0.95, no, rest=2.0)

@@ -89,3 +89,17 @@ def test_a_least_time_goes_beyond_runs_and_budget(clock):
 
     assert len(wall_times(call, runs=6, budget_s=1.0, least_s=9.0, on_cuda=False, timer=clock)) == 9
     assert len(wall_times(call, runs=6, budget_s=1e9, least_s=2.0, on_cuda=False, timer=clock)) == 6
+
+
+@pytest.mark.parametrize(("spread", "runs"), [(0.0001, 10), (0.1, 50)])
+def test_a_step_is_timed_no_longer_than_its_median_takes_to_be_known(clock, spread, runs):
+    rng = random.Random(1)
+
+    def call():
+        clock.now_ns += round(10_000_000 * rng.gauss(1, spread))
+
+    def timed(**how):
+        return len(wall_times(call, runs=50, budget_s=60.0, on_cuda=False, timer=clock, **how))
+
+    assert timed(known_to=0.01) == runs
+    assert timed() == 50 and timed(known_to=0.01, least_s=0.3) >= 30

@@ -80,6 +80,7 @@ def measure_all(
     least_s: float = 0.0,
     traced_steps: int = 3,
     rewind: Callable[[], object] = nothing,
+    is_held: bool | None = None,
     instruments: Instruments = MEASURED,
     progress: Progress | None = None,
     on_required: Callable[[tuple[Baseline, ...]], object] = lambda _: None,
@@ -99,20 +100,20 @@ def measure_all(
         least_s: seconds for each contender at least, beyond ``runs``.
         traced_steps: how many steps are traced of those whose kernels are not known.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
+        is_held: whether the power limit holds one of those down that the run needs, where that is known.
         instruments: time the runs.
         progress: is given each contender's name and, where it cannot be run, the reason.
         on_required: given the rows of those that the run needs, where there are others; of a training step with each other too.
         watch: of a training step.
     """
     progress = progress or Progress()
-    how = _How(needed_bytes, on_cuda, runs, budget_s, least_s, traced_steps, rewind, instruments, watch)
+    how = _How(needed_bytes, on_cuda, runs, budget_s, least_s, traced_steps, rewind, is_held, instruments, watch)
     # On ranks compilers come first: a step with collectives that a CUDA graph cannot hold may end the run.
     in_order = sorted(contenders, key=lambda one: (not one.is_required, instruments.exchange is not None and not one.is_compiled))
     failed: dict[str, Baseline] = {}
     ready: list[_Ready] = []
     # What each of them holds is asked for after a full collection, twice: 4 of them ahead of the answer.
-    few_walked = old_objects_left_out() if on_cuda else nullcontext()
-    with torch.no_grad(), dynamo.raise_recompile_limit(1024), few_walked:
+    with torch.no_grad(), dynamo.raise_recompile_limit(1024), old_objects_left_out() if on_cuda else nullcontext():
         for number, contender in enumerate(in_order):
             if not contender.is_required:  # the others take no time to make ready
                 if number and in_order[number - 1].is_required:
@@ -142,6 +143,7 @@ class _How:
     least_s: float
     traced_steps: int
     rewind: Callable[[], object]
+    is_held: bool | None
     instruments: Instruments
     watch: Watch | None
 
@@ -159,6 +161,7 @@ def _timed_in_turn(ready: Sequence[_Ready], how: _How, *, is_last: bool = False)
     timings = how.instruments.walls(
         [*calls, *larger.values()], on_cuda=how.on_cuda, runs=how.runs, budget_s=all_s, least_s=how.least_s,
         patience=_PATIENCE if has_peers else 1.0, rewind=how.rewind, timer=how.instruments.timer,
+        is_held=how.is_held if how.is_held or not has_peers else None,
     )  # fmt: skip
     of_larger = dict(zip(larger, timings[len(ready) :], strict=True))
     rested: Sequence[Timing | None] = [None] * len(ready)

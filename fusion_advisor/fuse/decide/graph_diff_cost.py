@@ -22,6 +22,7 @@ from fusion_advisor.fuse.decide.session import Step
 from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.interleaving import Difference
+from fusion_advisor.timing.known import until_known_alone
 from fusion_advisor.timing.wall_timer import median_interval
 from fusion_advisor.workload.device import is_out_of_memory
 
@@ -150,8 +151,9 @@ def _took_ns(runner: StepRunner, calls: list[Callable[[], None]], interleave: Ca
     """Time both sides."""
     calls = runner.recorded(calls)
     return interleave(
-        calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=runner.on_cuda, rest=runner.rest(calls), timer=runner.timer
-    )
+        calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=runner.on_cuda, rest=runner.rest(calls),
+        still_open=until_known_alone(on_cuda=runner.on_cuda), timer=runner.timer,
+    )  # fmt: skip
 
 
 def _calls(before: Step, after: Step, found: Mapping[int, _Pair], times_over: int) -> list[Callable[[], None]]:

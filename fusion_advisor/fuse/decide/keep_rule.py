@@ -2,9 +2,9 @@
 
 Cumulative prefixes of the rewrites are timed against each other in one interleaved run; the first prefix runs twice and gives
 the noise floor (A/A). A rewrite stays when the whole interval of its paired difference lies below both thresholds. Rewrites
-that a look at the first rounds settles are left out of the further ones (``timing.looks``). Then the kept rewrites are timed
-together against none, which is the report's headline. Rewrites that are faster by their whole interval but short of a
-threshold are timed once more together, against the same two thresholds.
+that a look at the first rounds settles are left out of the further ones (``timing.looks``), and so is the step itself once its
+noise is below the least gain. Then the kept rewrites are timed together against none, which is the report's headline. Rewrites
+that are faster by their whole interval but short of a threshold are timed once more together, against the same two thresholds.
 
 On a GPU rewrites that are too little by their own times are one candidate, and next to nothing is left out (``alone``).
 
@@ -27,6 +27,7 @@ from fusion_advisor.fuse.decide.verdict import Verdict, is_small_gain, is_unclea
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.host_timer import HostTimer
+from fusion_advisor.timing.known import until_precise
 from fusion_advisor.timing.wall_timer import as_timing, median_interval
 
 PATIENCE = 2.0
@@ -54,8 +55,9 @@ _UNTIMED_ROUNDS = 6
 """Of a step whose rewrites stay whatever their time: enough for the report to show the step, before and after."""
 _FEW_ROUNDS = 20
 """Of a step that has no rewrite to judge, for its time and its noise. The kept rewrites together have at least so many."""
-_PRECISE = 0.001
-"""Share of a step's time. Once the median of each step is known to within it, no further round is made."""
+_PRECISE, _TOLD = 0.001, 0.01
+"""Shares of a step's time and of what two steps differ by. Once the median of each step is known to within the one, or their
+difference to within the other, no further round is made."""
 
 
 def keep_all(bench: Bench, candidates: Sequence[Candidate]) -> Decision:
@@ -114,7 +116,7 @@ def decide(
     own = {**own, **{one.id: total_of(own, one) for one in candidates if one.parts}}
 
     def verdicts_by(times: Sequence[Sequence[int]]) -> dict[str, Verdict]:
-        names, changes = [one.id for one in candidates], changes_of(times, min_gain, confidence)
+        names, changes = [one.id for one in candidates], changes_of(times, min_gain, confidence, runner.rest(()))
         return judged(names, changes, {} if runner.method == "cuda_graph" else alone or {}, min_gain)
 
     times = _timed_prefixes(
@@ -199,7 +201,7 @@ def _timed_prefixes(
     return interleaving.interleave(
         calls, rounds=_MOST_ROUNDS if candidates else _FEW_ROUNDS, budget_s=budget_s,
         most_s=PATIENCE * budget_s if candidates else 0.0, rest=rest, in_a_row=runner.in_a_row(rest),
-        is_settled=lambda times: is_quiet(times) or is_in_vain(times), still_open=open_steps(min_gain, confidence),
+        is_settled=lambda times: is_quiet(times) or is_in_vain(times), still_open=open_steps(min_gain, confidence, rest),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
         after=_shown(step, candidates, budget_s, runner.timer),
     )  # fmt: skip
@@ -212,7 +214,7 @@ def _timed_twice(
     rest = runner.rest(calls)
     one, other = interleaving.interleave(
         calls, rounds=rounds, budget_s=budget_s, rest=rest, in_a_row=runner.in_a_row(rest),
-        still_open=interleaving.until_precise(_PRECISE, _FEW_ROUNDS),
+        still_open=until_precise(_PRECISE, _FEW_ROUNDS, _TOLD),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
@@ -359,11 +361,11 @@ def _once_on_top(
     times = interleaving.interleave(
         calls, rounds=_MOST_ROUNDS, budget_s=budget_s, most_s=PATIENCE * budget_s,
         rest=rest, in_a_row=runner.in_a_row(rest), is_settled=runner.is_settled(min_gain, confidence),
-        still_open=open_steps(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
+        still_open=open_steps(min_gain, confidence, rest), on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     del calls
     runner.forget()
-    (one,) = changes_of(times, min_gain, confidence)
+    (one,) = changes_of(times, min_gain, confidence, rest)
     return verdict_of(name, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain), one.step_ns
 
 

@@ -143,6 +143,13 @@ class Bench:
         self._steps: list[tuple[_Stack, Variant]] = []
 
     @property
+    def device(self) -> torch.device:
+        """Where the ops run: on a GPU, some inputs may be on the host all the same."""
+        kind = "cuda" if self.on_cuda else "cpu"
+        values = (value for region in self.live.regions for value in region.example_args)
+        return next(value.device for value in values if isinstance(value, torch.Tensor) and value.device.type == kind)
+
+    @property
     def is_alone(self) -> bool:
         """Whether no op of the step is between processes."""
         return all(op.op_class is not OpClass.COLLECTIVE for op in self.ops)

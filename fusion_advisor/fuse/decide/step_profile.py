@@ -21,7 +21,8 @@ from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
 from fusion_advisor.timing.clock_sampler import CURRENT_DEVICE, Gauge, is_held_down
 from fusion_advisor.timing.host_timer import HostTimer, WallTimer, step_timer
-from fusion_advisor.timing.interleaving import REST, TURN_S, interleave, is_known
+from fusion_advisor.timing.interleaving import REST, TURN_S, interleave
+from fusion_advisor.timing.known import is_known
 from fusion_advisor.timing.wall_timer import as_timing, nothing
 
 _KNOWN = 0.01
@@ -159,6 +160,7 @@ def walls(
     budget_s: float,
     least_s: float = 0.0,
     patience: float = 1.0,
+    is_held: bool | None = None,
     rewind: Callable[[], object] = nothing,
     timer: HostTimer | None = None,
     gauge: Gauge = CURRENT_DEVICE,
@@ -176,6 +178,7 @@ def walls(
         budget_s: seconds in all.
         least_s: go on for so many seconds for each call, beyond ``runs`` and ``budget_s``.
         patience: go on for so many times ``budget_s`` at most, where the power limit lets the clock swing.
+        is_held: whether the power limit holds one of them down, where that is known; None: found out.
         rewind: called ahead of each run, untimed.
         timer: times the runs; left out, the one of the device.
         gauge: watches the device.
@@ -183,18 +186,13 @@ def walls(
     timer = timer or step_timer(on_cuda=on_cuda)
     wait = gauge.wait if on_cuda else nothing
 
-    def queued(call: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            rewind()
-            call()
-
-        return run
-
-    turn_s = TURN_S if is_held_down(calls, on_cuda=on_cuda, before=rewind, gauge=gauge) else 0.0
+    if is_held is None:
+        is_held = is_held_down(calls, on_cuda=on_cuda, before=rewind, gauge=gauge)
+    turn_s = TURN_S if is_held else 0.0
     with torch.no_grad(), gauge.watching(on_cuda=on_cuda) as watch:
 
         def after(number: int, position: int, last_ns: int) -> None:
-            watch.sample(number, position, queued(calls[position]), last_ns)
+            watch.sample(number, position, _then(rewind, calls[position]), last_ns)
 
         times = interleave(
             [_then(call, wait) for call in calls],

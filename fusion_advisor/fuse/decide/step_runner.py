@@ -138,27 +138,36 @@ def come_again(calls: Sequence[Callable[[], Any]]) -> list[bool]:
     return found
 
 
-def open_steps(min_gain: float, confidence: float) -> Callable[[Sequence[Sequence[int]]], Collection[int] | None]:
+def open_steps(
+    min_gain: float, confidence: float, rest: float = 0.0
+) -> Callable[[Sequence[Sequence[int]]], Collection[int] | None]:
     """Return what says which steps are timed further, at a look (``timing.looks``): none once all rewrites are decided.
 
-    Else the step itself twice, which tells the noise, and the steps without and with each rewrite that the looks leave open.
+    Else the steps without and with each rewrite that the looks leave open, and for as long as its noise may decide the step
+    itself, twice. Once the noise is below the least gain, even by a look's strict interval, a rewrite must pass that gain alone.
+
+    Args:
+        min_gain: share of the step that a rewrite must save.
+        confidence: of all verdicts.
+        rest: idle time ahead of each run, as a multiple of the run before it.
     """
 
     def found(times: Sequence[Sequence[int]]) -> Collection[int] | None:
-        seen = looks.at_look(times, confidence, lambda one: settles(one, min_gain))
+        seen = looks.at_look(times, confidence, lambda one: settles(one, min_gain), rest=rest)
         if not seen:
             return None
         if is_clear(seen, min_gain):
             return ()
-        numbers = [number for number, one in enumerate(seen) if not settles(one, min_gain)]
-        return {0, 1} | {number + 1 for number in numbers} | {number + 2 for number in numbers}
+        left = {number: one for number, one in enumerate(seen) if not settles(one, min_gain)}
+        is_loud = any(one.noise_ns >= min_gain * one.step_ns for one in left.values())
+        return {position for number in left for position in (number + 1, number + 2)} | ({0, 1} if is_loud else set())
 
     return found
 
 
-def changes(times: Sequence[Sequence[int]], min_gain: float, confidence: float) -> tuple[looks.Change, ...]:
-    """Return what each rewrite changes, by rounds that may have ended at a look."""
-    return looks.changes(times, confidence, lambda one: settles(one, min_gain), lambda seen: is_clear(seen, min_gain))
+def changes(times: Sequence[Sequence[int]], min_gain: float, confidence: float, rest: float = 0.0) -> tuple[looks.Change, ...]:
+    """Return what each rewrite changes, by rounds that may have ended at a look; the arguments are :func:`open_steps`'s."""
+    return looks.changes(times, confidence, lambda one: settles(one, min_gain), lambda seen: is_clear(seen, min_gain), rest=rest)
 
 
 def settles(seen: looks.Change, min_gain: float) -> bool:

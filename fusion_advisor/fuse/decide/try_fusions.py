@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fusion_advisor import units
-from fusion_advisor.autotune.build_ahead import BuildAhead
+from fusion_advisor.autotune.build_ahead import BuildAhead, Job, LinearJob
 from fusion_advisor.autotune.tune import MUST_GAIN, jobs_of
 from fusion_advisor.codegen.common.descriptor import Backend
 from fusion_advisor.codegen.registry import backends_for
@@ -38,11 +38,12 @@ def try_all(
     so_far: Callable[[list[Fusion]], None],
     instruments: Instruments = MEASURED,
     ahead: BuildAhead | None = None,
+    later: Callable[[], Iterable[Job | LinearJob]] = tuple,
 ) -> tuple[list[Fusion], list[BuiltFusion]]:
     """Try every planned fusion by itself.
 
     Args:
-        bench: the live capture; observes the fusions' sites first.
+        bench: the live capture; observes the fusions' sites.
         plan: what to try.
         options: backend, fast_math, run directory. ``fastest`` tries each kernel in Triton and in CUDA C++,
             None those that Triton is known to be slower at.
@@ -50,6 +51,7 @@ def try_all(
         so_far: given all fusions tried, after each.
         instruments: time each kernel against the ops that it replaces.
         ahead: compiles all kernels from the start.
+        later: says what stages after this one will have compiled; it is found while the first kernels are.
 
     Returns:
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
@@ -57,9 +59,10 @@ def try_all(
     Raises:
         KernelFaulted: a kernel faulted on a GPU, where nothing can run any more; ``so_far`` has its row by then.
     """
-    bench.observe(plan.fusions)
     if ahead is not None:
         submit(ahead, bench, plan.fusions, options)
+        ahead.submit(later())
+    bench.observe(plan.fusions)  # while the first kernels are compiled
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
     with kernel_dir_of(options) as kernel_dir:
@@ -122,15 +125,14 @@ def submit(ahead: BuildAhead, bench: Bench, fusions: Sequence[PlannedFusion], op
 
     Args:
         ahead: compiles.
-        bench: has observed the fusions' first sites.
+        bench: of the fusions.
         fusions: what will be tried.
         options: backend and fast_math.
     """
     for planned in fusions:
-        _, roots = bench.first_site(planned)
         for backend in backends_of(options.backend, planned.program, on_cuda=bench.on_cuda):
             jobs = jobs_of(
-                planned.program, planned.tunables, backend, roots[0].device, header=planned.header, fast_math=options.fast_math
+                planned.program, planned.tunables, backend, bench.device, header=planned.header, fast_math=options.fast_math
             )
             ahead.submit(jobs)
 

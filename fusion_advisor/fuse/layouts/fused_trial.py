@@ -206,10 +206,10 @@ class FusedTrial:
             LayoutChanged: some of these do not go together.
         """
         options = self.options
-        if fusions:
-            bench.observe(fusions)
         if self.ahead is not None:
             submit(self.ahead, bench, fusions, options)
+        if fusions:
+            bench.observe(fusions)
         tried = [
             try_fusion(
                 bench, planned, backend=backends_of(options.backend, planned.program, on_cuda=bench.on_cuda)[0],

@@ -58,6 +58,7 @@ def choose_graph(
     device_ns: int | None = None,
     rewind: Callable[[], object] = nothing,
     is_timed: bool = True,
+    rest: float | None = None,
     timer: HostTimer | None = None,
 ) -> GraphRewrite:
     """Time the step with its graph against the step without, and switch the graph on or off for good.
@@ -77,6 +78,8 @@ def choose_graph(
             and what a call of a graph costs.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         is_timed: False switches the graph on if it can be recorded.
+        rest: idle time ahead of each run, as a multiple of the run before it, where the power limit is known to hold the step's
+            replays down or not to; None: found out.
         timer: times the calls; left out, the wall clock.
     """
     graphs = fused.graphs
@@ -90,7 +93,8 @@ def choose_graph(
     if not is_timed:
         return _switched(graphs, untimed(CUDA_GRAPH.id), None)
     # The graph is still on: queued runs are replays.
-    rest = interleaving.REST if is_held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
+    if rest is None:
+        rest = interleaving.REST if is_held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
     rule = _Rule(min_gain=min_gain, confidence=confidence, rounds=rounds, least_s=least_s, rest=rest, timer=timer or WallTimer())
     verdict, step_ns = sides.compare(rule, budget_s)
     if is_unclear(verdict, step_ns, min_gain):
@@ -150,10 +154,10 @@ class _Sides:
             times = interleaving.interleave(
                 [self.plain, self.plain, self.with_graph], rounds=rule.rounds, budget_s=seconds, least_s=3 * rule.least_s,
                 most_s=PATIENCE * seconds, rest=rule.rest, is_settled=interleaving.is_quiet(rule.min_gain, rule.confidence),
-                still_open=open_steps(rule.min_gain, rule.confidence),
+                still_open=open_steps(rule.min_gain, rule.confidence, rule.rest),
                 on_cuda=False, before=self.rewind, timer=rule.timer,
             )  # fmt: skip
-        (one,) = changes(times, rule.min_gain, rule.confidence)
+        (one,) = changes(times, rule.min_gain, rule.confidence, rule.rest)
         verdict = verdict_of(CUDA_GRAPH.id, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=rule.min_gain)
         return verdict, one.step_ns
 

@@ -35,7 +35,6 @@ from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS, TITLE
 from fusion_advisor.fuse.stages import scan_kernels, try_epilogues
-from fusion_advisor.fuse.stages.gemm_sites import device_of
 from fusion_advisor.fuse.stages.try_layout_change import change_for_other_shape
 from fusion_advisor.ir.operand_names import named_like
 from fusion_advisor.ir.program import Program, layout_key
@@ -240,7 +239,7 @@ def _scans(bench: Bench, linears: Sequence[BuiltLinear], plan: ReusablePlan) -> 
         bench.observe((), also=kind.places[0].inputs)
         with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
             try:
-                made = scan_kernels.build(kind, device_of(bench), Path(folder) / TITLE)
+                made = scan_kernels.build(kind, bench.device, Path(folder) / TITLE)
             except KernelBuildFailed as failure:
                 raise CannotSpecialize(detail=str(failure)) from failure
         numerics = scan_kernels.check_first(bench, kind, made, tolerance=plan.tolerance)

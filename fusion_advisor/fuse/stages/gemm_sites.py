@@ -64,16 +64,9 @@ def original_of(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.T
     return chain, [bench.values[index] for index in place.inputs]
 
 
-def device_of(bench: Bench) -> torch.device:
-    """Return where a bench's ops run: on a GPU, some inputs may be on the host all the same."""
-    kind = "cuda" if bench.on_cuda else "cpu"
-    values = (value for region in bench.live.regions for value in region.example_args)
-    return next(value.device for value in values if isinstance(value, torch.Tensor) and value.device.type == kind)
-
-
 def why_no_room(bench: Bench, places: Sequence[Place], instruments: Instruments = MEASURED) -> str | None:
     """Why the sites' inputs plus one float64 copy do not fit in memory; None if they do."""
-    free_bytes, _ = instruments.memory_bytes(device_of(bench))
+    free_bytes, _ = instruments.memory_bytes(bench.device)
     kept = {index for place in places for index in place.inputs if not _is_in_memory(bench, index)}
     kept_bytes = sum(_elements(bench, index) * getattr(torch, bench.ops[index].outputs[0].dtype).itemsize for index in kept)
     needed_bytes = kept_bytes + max(_FLOAT64_BYTES * _float64_elements(bench, place) for place in places)

@@ -26,7 +26,7 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.collective_kernels import TITLE
 from fusion_advisor.fuse.stages.collective_sites import LeftSum, SumKind, build, check, find_kinds, install, ops_of
-from fusion_advisor.fuse.stages.gemm_sites import device_of, observe_together, ran_out, why_no_room
+from fusion_advisor.fuse.stages.gemm_sites import observe_together, ran_out, why_no_room
 from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, with_kernels_of
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, Status
 from fusion_advisor.verify.check_chain import why_wrong
@@ -89,7 +89,7 @@ def _groups(bench: Bench, kinds: Sequence[SumKind], instruments: Instruments) ->
     names = dict.fromkeys(kind.group_name for kind in kinds)
     if instruments.group_kernels is None:
         return dict.fromkeys(names, _ALONE)
-    return {name: instruments.group_kernels(name, device_of(bench)) for name in names}
+    return {name: instruments.group_kernels(name, bench.device) for name in names}
 
 
 def _chosen(

@@ -30,7 +30,6 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.stages.gemm_sites import (
     Place,
     compare_alone,
-    device_of,
     observe_together,
     original_of,
     ran_out,
@@ -256,4 +255,4 @@ def is_wanted(title: str, options: ApplyOptions) -> bool:
 
 def _has_kernel(problem: GemvProblem, bench: Bench, options: ApplyOptions, kernels: LinearKernels) -> bool:
     """Whether one may serve: for many rows there is none in Triton."""
-    return kernels.is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend not in FEW_ROWS_ONLY)
+    return kernels.is_served(problem, bench.device) and (problem.m <= MOST_ROWS or options.backend not in FEW_ROWS_ONLY)

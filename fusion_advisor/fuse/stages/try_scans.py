@@ -23,7 +23,7 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.scans.sites import LeftOp
-from fusion_advisor.fuse.stages.gemm_sites import compare_alone, device_of, observe_together, ran_out, why_no_room
+from fusion_advisor.fuse.stages.gemm_sites import compare_alone, observe_together, ran_out, why_no_room
 from fusion_advisor.fuse.stages.scan_kernels import ScanKind, build, check, find_kinds, install, name_of, original_scan
 from fusion_advisor.fuse.stages.try_linear_kernels import is_wanted, timed_on_top, with_kernels_of
 from fusion_advisor.records import Fusion, OpClass, Receipt, Status
@@ -92,7 +92,7 @@ def _tried(
         return replace(row, status=Status.NOT_REPLACED, reason=surprise), None
     backend = None if options.backend == FASTEST else options.backend
     try:
-        made = build(kind, device_of(bench), kernel_dir / f"{row.id}_{TITLE}", backend=backend)
+        made = build(kind, bench.device, kernel_dir / f"{row.id}_{TITLE}", backend=backend)
         row = replace(row, rendered=(made.kernel,))
         row = replace(row, numerics=check(bench, kind, made, seed=seed, tolerance=options.tolerance))
     except KernelBuildFailed as failure:

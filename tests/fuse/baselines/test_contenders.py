@@ -260,6 +260,22 @@ def test_ways_that_the_power_limit_holds_down_are_timed_after_rests_too_once_all
     assert all(row.step.wall.median_ns == 9 for row in rows)
 
 
+@pytest.mark.parametrize(("known", "asked"), [(True, [True, True]), (False, [False, None]), (None, [None, None])])
+def test_the_power_limit_is_looked_for_again_only_where_others_come_that_may_meet_it(known, asked):
+    seen = []
+
+    def walls(calls, *, is_held, **_):
+        seen.append(is_held)
+        return [as_timing([9] * 6, "wall") for _ in calls]
+
+    ours = Contender(name="ours", make=lambda: nothing, step=STEP, is_required=True)
+    peer = Contender(name="peer", make=lambda: nothing, step=STEP)
+    measured(ours, peer, instruments=Instruments(walls=walls), is_held=known)
+    assert seen == asked
+    measured(ours, instruments=Instruments(walls=walls), is_held=known)
+    assert seen[2:] == [known]
+
+
 class Odd(torch.nn.Module):
     """A head of an odd width, for a padded GEMM: its weight is seen through a view of more rows."""
 

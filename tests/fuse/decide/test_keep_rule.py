@@ -10,8 +10,8 @@ import pytest
 from fusion_advisor import units
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.fuse.decide import step_runner
-from fusion_advisor.fuse.decide.keep_rule import decide
-from fusion_advisor.fuse.decide.step_runner import Candidate
+from fusion_advisor.fuse.decide.keep_rule import decide, on_top
+from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
 from fusion_advisor.records import Status
 from fusion_advisor.timing import interleaving
 
@@ -114,6 +114,18 @@ def test_where_the_power_limit_holds_a_step_down_all_is_timed_after_rests(clock,
     assert decision.verdicts["gain"].status is Status.KEPT
     assert decision.before.rest == decision.after.rest == (interleaving.REST if is_held else 0.0)
     assert bool(rests) == is_held and all(rest > 1.5 * STEP_NS for rest in rests)
+
+
+def test_rests_are_part_of_the_time_that_a_look_waits_for(clock):
+    """Ten rounds of three steps of a millisecond are half a second with rests 17 times as long."""
+    machine = Machine(clock, {"a": -100_000}, noise=0.0001, seed=2)
+    machine.rest = 17.0
+    verdict = on_top(
+        StepRunner(machine), lambda: machine.run(()), lambda: machine.run(("a",)),
+        name="a", min_gain=0.005, confidence=0.95, budget_s=10.0,
+    )  # fmt: skip
+    assert verdict.status is Status.KEPT
+    assert machine.runs == 2 * 3 + 10 * 3, "each step ran twice ahead of the rounds"
 
 
 def test_nothing_to_try_is_decided_too(clock):
