@@ -25,7 +25,7 @@ from fusion_advisor.fuse.train import trained_model
 from fusion_advisor.runtime.torch_internals import dynamo
 from tests.fuse.live.test_leaks import live_storages
 from tests.fuse.train.test_models import MODELS, batch
-from tests.fuse.train.test_trained_graph import WIDTH, Block, gradients, step
+from tests.fuse.train.test_trained_graph import WIDTH, Block, Repeated, gradients, step
 from tests.tiny import BANDWIDTH
 
 OPTIONS = {
@@ -190,6 +190,27 @@ def test_a_weight_that_is_frozen_later_gets_no_gradient(pair, x):
     finally:
         for one in (fused.model, plain):
             one.gate.requires_grad_(True)
+
+
+def test_a_graph_that_was_not_verified_drops_the_same_in_both_passes_under_a_checkpoint(x):
+    """Run as dynamo captured it, it would draw a dropout's numbers again in the backward pass, other ones."""
+    torch.manual_seed(0)
+    model = Repeated(is_checkpointed=True, dropout=0.4).train()
+    plain = copy.deepcopy(model)
+    fused = applied(model, (x,))
+    for one in (model, plain):
+        one.block.down = nn.Sequential(one.block.down, nn.Tanh())
+    warned = False
+    for seed in (1, 2):
+        for one in (model, plain):
+            torch.manual_seed(seed)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                step(one, x)
+            warned |= any("original ops" in str(one.message) for one in said)
+    assert warned and fused.fallbacks and fused.launches == 0
+    compare(gradients(model), gradients(plain))
+    torch.compiler.reset()
 
 
 def test_a_hook_on_a_module_that_is_added_later_is_seen(pair, x):
