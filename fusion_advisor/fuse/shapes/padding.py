@@ -1,13 +1,13 @@
 """Rounds sizes of a call up: the inputs with padding at their ends, and the part of the results that the call asked for.
 
 A CUDA graph is of one exact shape. A call of another shape may run in the graph of the next capacity where padding was shown to
-change no result (:mod:`fusion_advisor.fuse.shapes.show_padding`).
+change no result (:mod:`fusion_advisor.fuse.shapes.show_padding`). The padding repeats the call's last row, token or frame: a
+number that the call does not hold may be no place in a table, and a mask of zeros alone gives rows of NaN.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,11 @@ from fusion_advisor.capture.graph.fx_nodes import storages
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of, dim_size
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion
 from fusion_advisor.fuse.shapes.pieces import Box
+from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
-Fill = Callable[[torch.Tensor, int], torch.Tensor]
-"""Makes a number of padding elements, of the dtype and on the device of a tensor."""
+Fill = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""Makes padding for a tensor: given the tensor, the dim that grows and by how much."""
 _LEAST_STEP = {"batch": 1}
 _USUAL_STEP = 8
 """Below this many tokens a step is as long as its launches, whatever its size."""
@@ -42,6 +43,14 @@ def capacity(name: str, size: int) -> int:
     least = _LEAST_STEP.get(name, _USUAL_STEP)
     step = max(least, 1 << max((size - 1).bit_length() - 3, 0))
     return -(-size // step) * step
+
+
+def capacities(one: SizeRange) -> tuple[int, ...]:
+    """Return all sizes that calls in a range are rounded up to, in rising order."""
+    found: list[int] = []
+    while not found or found[-1] < one.most:
+        found.append(min(capacity(one.name, found[-1] + 1 if found else one.least), one.most))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +75,7 @@ class PadForm:
         Args:
             args: of the graph.
             sizes: to be had.
-            fill: of the padding; None: zeros.
+            fill: of the padding; None: what is at the end of each dim, as calls are padded.
         """
         given = list(args)
         made: dict[tuple[int, tuple[str, ...]], torch.Tensor] = {}
@@ -196,10 +205,21 @@ class PaddedCall:
         return self.form.cut(graphs.region(larger, padded, given), self.sizes)
 
 
+def listed(results: Any) -> list[Any]:
+    """Return what a graph gives as a list: it may give one tensor."""
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
 def _padded(value: torch.Tensor, shape: tuple[int, ...], fill: Fill | None) -> torch.Tensor:
     with torch.inference_mode(False):  # the graph's own tensors are used in both modes
-        larger = value.new_zeros(shape) if fill is None else fill(value, math.prod(shape)).reshape(shape)
-    larger[tuple(slice(0, size) for size in value.shape)].copy_(value)
+        larger = value.new_empty(shape)
+    filled = larger[tuple(slice(0, size) for size in value.shape)]
+    filled.copy_(value)
+    for dim, (size, most) in enumerate(zip(value.shape, shape, strict=True)):
+        if size < most:
+            padding = filled.narrow(dim, size - 1, 1) if fill is None else fill(filled, dim, most - size)
+            filled = larger[tuple(slice(0, one) for one in (*shape[: dim + 1], *value.shape[dim + 1 :]))]
+            filled.narrow(dim, size, most - size).copy_(padding)
     return larger
 
 
