@@ -310,7 +310,7 @@ def _decided(
         row = replace(row, eager=eager, ours=ours)
         if ours.ci_low_ns > eager.ci_high_ns:
             times = f"{units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}"
-            reason = f"near these sizes the original ops take {times}"
+            reason = f"the original ops take {times}"
             return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
     return served, row
 
