@@ -189,12 +189,14 @@ class Recording:
         watched: list[Any] = list(map(operator.call, self.watched))
         if self.gone:  # checked after the references: where there is none, no tensor is None
             return False
-        return self.watched_addresses.are_of(watched) and all(
-            layout_of(watched[place]) == layout for place, layout in self.layouts.items()
-        )
+        if not self.watched_addresses.are_of(watched):
+            return False
+        return all(layout_of(watched[place]) == layout for place, layout in self.layouts.items())
 
     def known_inputs(self) -> dict[int, Any]:
-        """Return the inputs that are watched, by place among the region's; None for one that was freed."""
+        """Return the inputs that results are made from, by place among the region's; None for one that was freed."""
+        if not self.layouts:
+            return {}
         return dict(zip(self.watched_slots, map(operator.call, self.watched), strict=True))
 
     def may_be_undone(self, objects: Sequence[Any]) -> bool:
@@ -248,7 +250,7 @@ class Recording:
         """
         if outputs == "static":
             return [memory.tensor for memory in self.memories]
-        return [memory.make(memory.tensor, *(inputs[slot] for slot in memory.slots)) for memory in self.memories]
+        return [memory.make(memory.tensor, *[inputs[slot] for slot in memory.slots]) for memory in self.memories]
 
     def give(self, args: Sequence[Any], fresh: Sequence[torch.Tensor]) -> Any:
         """Return the results, once the guards have passed.
