@@ -112,7 +112,7 @@ class _Restoring:
             return serving(piece, served)
         paying = [point for point, known in zip(served, row.points, strict=True) if known.pads]
         shown = tried_padding(
-            self._ranged, piece.opened, piece.box, paying, MEASURED, spent_s=time.perf_counter() - started, is_timed=False,
+            self._ranged, piece.opened, piece.box, paying, MEASURED, spent_s=time.perf_counter() - started, share=1.0,
             names=row.padded,
         )  # fmt: skip
         return serving(piece, served, shown.padding)

@@ -70,7 +70,7 @@ class PooledGenerate:
             return self._model.generate(*args, **kwargs)
         rest = {name: value for name, value in kwargs.items() if name not in ("input_ids", "inputs")}
         mask = rest.pop("attention_mask", None)
-        mask = torch.ones_like(ids) if mask is None else mask
+        mask = torch.ones_like(ids) if mask is None else mask.long() if mask.dtype == torch.bool else mask
         cache = self._filled(ids, mask, in_steps(settings.most_tokens(int(ids.shape[1]))), settings.get("pad_token_id"))
         return self._model.generate(ids, attention_mask=mask, **{cache_name(self._model): cache}, **rest)
 
@@ -82,24 +82,18 @@ class PooledGenerate:
             return (given + chosen)[0]
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(args) > 1:
             return "the prompt is no tensor of token ids"
-        if ids.shape[1] < 2:
-            return "the prompt is one token"
         if kwargs.get(cache_name(self._model)) is not None or kwargs.get("past_key_values") is not None:
             return "the call brings its own cache"
         if settings.get("use_cache") is False or getattr(self._model.config, "use_cache", None) is False:
             return "use_cache is off"
         if any((settings.get(name) or 1) > 1 for name in _SEARCHES):
             return "several sequences come of one prompt, and beams change rows of the cache between steps"
-        mask = kwargs.get("attention_mask")
-        if mask is None and _may_be_padded(ids, settings):
-            return "the prompts hold the padding token, and no attention_mask says where"
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
-            return "its attention_mask is not of the prompts' shape"
-        others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and not settings.knows(name)]
-        if set(others) - {"input_ids", "inputs", "attention_mask"}:
-            return "the prompts come with other tensors"
         if self._has_windows():
             return "layers have a sliding window, and their cache ends with it"
+        return _why_not_split(ids, kwargs, settings) or self._why_too_long(ids, settings)
+
+    def _why_too_long(self, ids: torch.Tensor, settings: _Settings) -> str:
+        """Say why a static cache may have no room for all tokens."""
         most = settings.most_tokens(int(ids.shape[1]))
         if not most:
             return "neither max_new_tokens nor max_length says how many tokens there will be"
@@ -173,6 +167,19 @@ class _Settings:
             return prompt + int(new)
         usual = getattr(type(self._configs[-1])(), "max_length", None)
         return int(whole or 0) + (prompt if whole and whole == usual else 0)
+
+
+def _why_not_split(ids: torch.Tensor, kwargs: Mapping[str, Any], settings: _Settings) -> str:
+    """Say why a prompt cannot be split ahead of its last token; empty where it can."""
+    if ids.shape[1] < 2:
+        return "the prompt is one token"
+    mask = kwargs.get("attention_mask")
+    if mask is None and _may_be_padded(ids, settings):
+        return "the prompts hold the padding token, and no attention_mask says where"
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
+        return "its attention_mask is not of the prompts' shape"
+    others = {name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and not settings.knows(name)}
+    return "the prompts come with other tensors" if others - {"input_ids", "inputs", "attention_mask"} else ""
 
 
 def _may_be_padded(ids: torch.Tensor, settings: _Settings) -> bool:

@@ -33,7 +33,7 @@ _NEW_ADDRESSES = "each call makes new tensors of its cache, at addresses that no
 
 def tried_padding(
     ranged: RangedCall, opened: OpenCapture, box: Box, points: Sequence[Served], instruments: Instruments, *,
-    spent_s: float, is_timed: bool, names: Sequence[str] | None = None,
+    spent_s: float, share: float = _SHARE, is_timed: bool = False, names: Sequence[str] | None = None,
 ) -> ShownPadding:  # fmt: skip
     """Find out which sizes of a piece may be rounded up, so that calls of several shapes share a CUDA graph.
 
@@ -43,9 +43,10 @@ def tried_padding(
         box: its sizes.
         points: what runs near which sizes.
         instruments: measure and record.
-        spent_s: seconds that the piece has taken so far; the trial gets a third as many, and a second at least.
+        spent_s: seconds that the piece has taken so far.
+        share: of them that the trial gets; it gets a second at least.
         is_timed: ask the clock too, on a GPU.
-        names: of the sizes to try; None: all.
+        names: of the sizes that a saved plan pads; None: all are tried.
     """
     if not ranged.may_record:
         wanted = [one.name for one in box if one.least < one.most] if any(point.module is not None for point in points) else []
@@ -53,7 +54,7 @@ def tried_padding(
     given, judge = trial_of(ranged, opened)
     pays = faster_than_launches(instruments) if is_timed else None
     return show_padding(
-        opened, box, points, given, judge, pays, names=names, budget_s=max(_LEAST_S, _SHARE * spent_s)
+        opened, box, points, given, judge, pays, names=names, budget_s=max(_LEAST_S, share * spent_s)
     )  # fmt: skip
 
 

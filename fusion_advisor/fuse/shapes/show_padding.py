@@ -82,7 +82,7 @@ def show_padding(
         given: makes inputs.
         judge: verifies.
         pays: measures; None: nothing is timed.
-        names: of the sizes to try; None: all.
+        names: of sizes that were shown before, one by one and together: here they are tried together alone. None: all are tried.
         budget_s: no run starts after so many seconds; None: all run.
         clock: tells the time in seconds.
     """
@@ -100,7 +100,7 @@ def show_padding(
         return ShownPadding(refused=tuple((name, reason) for name in wanted))
     watch = _Watch(clock=clock, started=started, budget_s=budget_s)
     trial = _Trial(opened=opened, box=box, points=served, given=given, judge=judge, form=form, watch=watch)
-    found, refused = trial.run(wanted, pays)
+    found, refused = trial.run(wanted, pays) if names is None else trial.run_together(wanted)
     modules = tuple(trial.modules)
     padding = Padding(names=tuple(found), form=form, modules=modules) if found and modules else None
     return ShownPadding(padding=padding, refused=tuple(refused), seconds=watch.seconds())
@@ -172,6 +172,11 @@ class _Trial:
             else:
                 found.append(name)
         return found, refused
+
+    def run_together(self, names: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+        """Return all names or none; the latter with the reason."""
+        reason = _tried(functools.partial(self.why_not, names))
+        return ([], [(name, reason) for name in names]) if reason else (list(names), [])
 
     def why_not(self, names: Sequence[str]) -> str:
         """Say why sizes may not be rounded up together; empty where they may."""

@@ -184,6 +184,26 @@ def test_the_trial_ends_with_its_share_of_the_time_and_says_so():
     assert whole.padding is not None and whole.refused == () and whole.seconds > 2
 
 
+def test_what_a_saved_plan_pads_is_tried_together_alone():
+    class Sums(Mlp):
+        def forward(self, x):
+            return super().forward(x) + x
+
+    with torch.no_grad():
+        call, opened, point = piece_of(Sums)
+        asked = []
+        given, judge = trial_of(call, opened)
+
+        def noted(sizes):
+            asked.append(sizes)
+            return given(sizes)
+
+        shown = show_padding(opened, call.ranges, [point], noted, judge, names=("batch",))
+        refused = show_padding(opened, call.ranges, [point], noted, judge, names=("batch",), budget_s=0)
+    assert shown.padding.names == ("batch",) and len(asked) == 2
+    assert refused.padding is None and "cut short" in dict(refused.refused)["batch"]
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
