@@ -25,7 +25,7 @@ from fusion_advisor.timing.interleaving import CannotRecord, recorded
 
 _SHARE = 1 / 3
 """Of the seconds that were spent on a piece before."""
-_LEAST_S = 1.0
+_LEAST_S = 3.0
 _TIMED_S = 0.5
 """For both ways at a point: a graph of larger sizes that pays saves a good part of a call."""
 _NEW_ADDRESSES = "each call makes new tensors of its cache, at addresses that no CUDA graph knows"
@@ -44,7 +44,7 @@ def tried_padding(
         points: what runs near which sizes.
         instruments: measure and record.
         spent_s: seconds that the piece has taken so far.
-        share: of them that the trial gets; it gets a second at least.
+        share: of them that the trial gets; it gets three seconds at least.
         is_timed: ask the clock too, on a GPU.
         names: of the sizes that a saved plan pads; None: all are tried.
     """
