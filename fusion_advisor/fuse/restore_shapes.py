@@ -113,7 +113,7 @@ class _Restoring:
         paying = [point for point, known in zip(served, row.points, strict=True) if known.pads]
         shown = tried_padding(
             self._ranged, piece.opened, piece.box, paying, MEASURED, spent_s=time.perf_counter() - started, share=1.0,
-            names=row.padded,
+            names=row.padded, masked=row.masked,
         )  # fmt: skip
         return serving(piece, served, shown.padding)
 

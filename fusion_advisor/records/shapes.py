@@ -83,6 +83,8 @@ class ShapePiece:
     """Sizes that may be rounded up, so that calls of several shapes share a CUDA graph: running both gave the same results."""
     capacities: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """What each of them is rounded up to, in rising order."""
+    masked: tuple[str, ...] = ()
+    """Those along which masks are padded with zeros."""
     not_padded: tuple[tuple[str, str], ...] = ()
     """Other sizes with the reason; sizes near a point, where it would not pay there."""
     padding_seconds: float = 0.0

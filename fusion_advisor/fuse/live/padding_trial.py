@@ -33,7 +33,7 @@ _NEW_ADDRESSES = "each call makes new tensors of its cache, at addresses that no
 
 def tried_padding(
     ranged: RangedCall, opened: OpenCapture, box: Box, points: Sequence[Served], instruments: Instruments, *,
-    spent_s: float, share: float = _SHARE, is_timed: bool = False, names: Sequence[str] | None = None,
+    spent_s: float, share: float = _SHARE, is_timed: bool = False, names: Sequence[str] | None = None, masked: Sequence[str] = (),
 ) -> ShownPadding:  # fmt: skip
     """Find out which sizes of a piece may be rounded up, so that calls of several shapes share a CUDA graph.
 
@@ -47,6 +47,7 @@ def tried_padding(
         share: of them that the trial gets; it gets three seconds at least.
         is_timed: ask the clock too, on a GPU.
         names: of the sizes that a saved plan pads; None: all are tried.
+        masked: of those, the sizes along which it pads masks with zeros.
     """
     if not ranged.may_record:
         wanted = [one.name for one in box if one.least < one.most] if any(point.module is not None for point in points) else []
@@ -54,7 +55,7 @@ def tried_padding(
     given, judge = trial_of(ranged, opened)
     pays = faster_than_launches(instruments) if is_timed else None
     return show_padding(
-        opened, box, points, given, judge, pays, names=names, budget_s=max(_LEAST_S, share * spent_s)
+        opened, box, points, given, judge, pays, names=names, masked=masked, budget_s=max(_LEAST_S, share * spent_s)
     )  # fmt: skip
 
 

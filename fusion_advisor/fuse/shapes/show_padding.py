@@ -2,7 +2,8 @@
 
 For each size that may vary, each graph that serves a point runs at two sizes near the point: as it is, and rounded up with
 several fillings of the padding. What the padding holds may not change a bit of the results. Another size may choose other
-kernels: where these change bits, the results must pass the verification of the plan.
+kernels: where these change bits, the results must pass the verification of the plan. Where the padding changes results, it is
+tried once more with zeros in the masks: a mask says which tokens count.
 
 Nobody asked for these runs. They stop when their share of the time is over, and one that fails (no memory, a size that an op
 refuses) leaves the piece as it was, with the reason.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,15 +64,20 @@ class ShownPadding:
         """Whether calls near a point may be rounded up."""
         return self.padding is not None and any(map(self.padding.serves, point.modules))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sizes that may be rounded up."""
+        return () if self.padding is None else self.padding.names
+
     def capacities(self, box: Box) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Return what each padded size of a piece is rounded up to."""
-        names = () if self.padding is None else self.padding.names
-        return tuple((one.name, capacities(one)) for one in box if one.name in names)
+        return tuple((one.name, capacities(one)) for one in box if one.name in self.names)
 
 
 def show_padding(
     opened: OpenCapture, box: Box, points: Sequence[Served], given: Given, judge: Judge, pays: Pays | None = None,
-    *, names: Sequence[str] | None = None, budget_s: float | None = None, clock: Callable[[], float] = time.perf_counter,
+    *, names: Sequence[str] | None = None, masked: Sequence[str] = (), budget_s: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> ShownPadding:  # fmt: skip
     """Run the graphs of a piece with padding and without, and compare.
 
@@ -83,6 +89,7 @@ def show_padding(
         judge: verifies.
         pays: measures; None: nothing is timed.
         names: of sizes that were shown before, one by one and together: here they are tried together alone. None: all are tried.
+        masked: of those, the sizes along which masks were padded with zeros.
         budget_s: no run starts after so many seconds; None: all run.
         clock: tells the time in seconds.
     """
@@ -99,10 +106,11 @@ def show_padding(
     if reason:
         return ShownPadding(refused=tuple((name, reason) for name in wanted))
     watch = _Watch(clock=clock, started=started, budget_s=budget_s)
+    form = replace(form, masked=frozenset(masked))
     trial = _Trial(opened=opened, box=box, points=served, given=given, judge=judge, form=form, watch=watch)
     found, refused = trial.run(wanted, pays) if names is None else trial.run_together(wanted)
     modules = tuple(trial.modules)
-    padding = Padding(names=tuple(found), form=form, modules=modules) if found and modules else None
+    padding = Padding(names=tuple(found), form=trial.form, modules=modules) if found and modules else None
     return ShownPadding(padding=padding, refused=tuple(refused), seconds=watch.seconds())
 
 
@@ -165,13 +173,23 @@ class _Trial:
             refused += [(f"{', '.join(wanted)} near {_text(point.sizes)}", reason) for point, reason in reasons if reason]
             self.points = [point for point, reason in reasons if not reason]
         for name in wanted if self.points else ():
-            reason = _tried(functools.partial(self.why_not, (name,)))
-            reason = reason or (_tried(functools.partial(self.why_not, (*found, name))) if found else "")
+            reason = self._alone_and_with(name, found)
+            if reason and self.form.has_masks(name):
+                before, self.form = self.form, replace(self.form, masked=self.form.masked | {name})
+                if self._alone_and_with(name, found):
+                    self.form = before
+                else:
+                    reason = ""
             if reason:
                 refused.append((name, reason))
             else:
                 found.append(name)
         return found, refused
+
+    def _alone_and_with(self, name: str, found: Sequence[str]) -> str:
+        """Say why a size may not be rounded up, by itself or with those that may."""
+        reason = _tried(functools.partial(self.why_not, (name,)))
+        return reason or (_tried(functools.partial(self.why_not, (*found, name))) if found else "")
 
     def run_together(self, names: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
         """Return all names or none; the latter with the reason."""
@@ -183,7 +201,7 @@ class _Trial:
         for point in self.points:
             trials = list(_near(point.sizes, names, self.box))[:_SIZES]
             if len(trials) < _SIZES:
-                return f"fewer than {_SIZES} of its sizes are rounded up"
+                return "nearly all of its sizes here are capacities themselves"
             for sizes in trials:
                 reason = self._difference(point, sizes, names)
                 if reason:

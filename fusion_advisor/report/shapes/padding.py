@@ -15,6 +15,7 @@ _MOST_CAPACITIES = 8
 _FIRST_CAPACITIES = 5
 _MOST_PIECES = 3
 _NEAR = " near "
+_MASKED = " with zeros in the masks"
 
 
 def padding_lines(shapes: ShapeRanges) -> tuple[str, ...]:
@@ -35,7 +36,10 @@ def padding_cost(shapes: ShapeRanges) -> str:
 
 def _padded(piece: ShapePiece) -> list[str]:
     known = dict(piece.capacities)
-    names = [f"{name} ({_capacities(known[name])})" if known.get(name) else name for name in piece.padded]
+    names = [
+        f"{name}{f' ({_capacities(known[name])})' if known.get(name) else ''}{_MASKED if name in piece.masked else ''}"
+        for name in piece.padded
+    ]
     return [f"padded to the next {' and '.join(names)}. Padded and not, the results were the same."] if names else []
 
 

@@ -100,6 +100,66 @@ def test_padding_holds_nothing_that_the_call_does_not(maker):
         assert (recorder.recorded, fused.graphs.padded) == (1, 3)
 
 
+class Attends(torch.nn.Module):
+    """Each token reads all that its mask keeps; ``keeps`` is what a mask says of those."""
+
+    def __init__(self, keeps=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.keeps, self.words, self.mlp = keeps, torch.nn.Embedding(50, 32), Mlp()
+
+    def forward(self, input_ids, attention_mask):
+        x = self.words(input_ids)
+        kept = (attention_mask == self.keeps)[:, None, :]
+        return self.mlp(torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=kept))
+
+
+class Ignores(Attends):
+    """Its mask says which tokens do not count, so that zeros would let padding count."""
+
+    def __init__(self):
+        super().__init__(keeps=0)
+
+
+class Means(Attends):
+    """Padding counts whatever its mask says."""
+
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids, attention_mask).mean(1)
+
+
+def named(ids, mask):
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("maker", "names", "masked"), [(Attends, {"batch", "seq"}, {"seq"}), (Means, {"batch"}, set())])
+def test_tokens_that_a_mask_leaves_out_are_padded(maker, names, masked):
+    kwargs = named(torch.randint(0, 50, (3, 7)), torch.ones(3, 7, dtype=torch.int64))
+    with torch.no_grad():
+        fused, _ = ranged(maker, shapes="batch=2..16,seq=2..64", args=(), kwargs=kwargs)
+        served = [row for row in fused.found.pieces if row.points]
+        assert {name for row in served for name in row.padded} == names, [row.not_padded for row in served]
+        assert {name for row in served for name in row.masked} == masked
+        for seq in (33, 34, 37, 39):
+            ids, mask = torch.randint(0, 50, (9, seq)), torch.ones(9, seq, dtype=torch.int64)
+            mask[0, -5:] = mask[3, -9:] = 0
+            ours, expected = fused(**named(ids, mask)), fused._original(**named(ids, mask))
+            assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-5)
+        assert fused.graphs.padded == (3 if masked else 0) and fused.fallbacks == {}
+
+
+def test_zeros_in_a_mask_are_shown_not_believed():
+    with torch.no_grad():
+        kwargs = named(torch.randint(0, 50, (3, 7)), torch.zeros(3, 7, dtype=torch.int64))
+        call, opened, point = piece_of(Ignores, "batch=2..64,seq=2..64", (), kwargs)
+        assert pad_form(opened).has_masks("seq")
+        shown = show_padding(opened, call.ranges, [point], *trial_of(call, opened))
+        known = show_padding(opened, call.ranges, [point], *trial_of(call, opened), names=("seq",), masked=("seq",))
+    assert shown.names == ("batch",) and "changes results" in dict(shown.refused)["seq"]
+    assert shown.padding.form.masked == frozenset() and known.padding is None
+
+
 class Draws(Mlp):
     def forward(self, x):
         return super().forward(x) + torch.rand_like(x)
@@ -112,11 +172,11 @@ class Drops(Mlp):
         return super().forward(torch.dropout(x, 0.5, train=True))
 
 
-def piece_of(maker=Mlp, shapes="batch=2..64", args=None):
+def piece_of(maker=Mlp, shapes="batch=2..64", args=None, kwargs=None):
     """The one piece of a model's ranges, and a point that its own graph serves."""
     torch.compiler.reset()
     model, args = maker().eval(), (torch.randn(5, 32),) if args is None else args
-    loaded = describe_live(model, args)
+    loaded = describe_live(model, args, kwargs or {})
     (call,) = check_ranges(loaded, ApplyOptions(shapes=read_shapes(shapes)))
     sizes = {one.name: 5 for one in call.ranges}
     given, kwargs = call.at(sizes)

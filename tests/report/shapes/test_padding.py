@@ -40,6 +40,12 @@ def test_what_the_trial_took() -> None:
     assert padding_cost(replace(padded_shapes(), seconds=0.0)) == "Running padded calls against their own took 7.8 s."
 
 
+def test_masks_that_are_padded_with_zeros_are_named() -> None:
+    made = padded_shapes()
+    (first, *_) = padding_lines(replace(made, pieces=(replace(made.pieces[0], masked=("seq",)),)))
+    assert "and seq (8, 16, 24, 32, 40 … 4,032: 39 sizes) with zeros in the masks. Padded and not" in first
+
+
 def test_nothing_where_nothing_runs_as_a_graph_and_names_alone_of_an_earlier_version() -> None:
     assert padding_lines(shapes()) == () and padding_cost(shapes()) == ""
     first, *rest = shapes().pieces
