@@ -269,6 +269,8 @@ def _tried(why_not: Callable[[], str]) -> str:
         return why_not()
     except _TimeIsUp as error:
         return str(error)
+    except torch.AcceleratorError:  # the device is of no more use in this process: all that follows would fail too
+        raise
     except _FAILURES as error:
         if is_out_of_memory(error):
             return "there was no memory for the larger call"

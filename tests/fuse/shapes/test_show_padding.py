@@ -286,6 +286,18 @@ def test_a_larger_call_that_fails_leaves_the_piece_as_it_was(error, reason):
     assert timed.padding is None and dict(timed.refused) == {"batch near batch=33": reason}
 
 
+def test_a_fault_of_the_device_ends_the_run():
+    with torch.no_grad():
+        call, opened, point = piece_of()
+        _, judge = trial_of(call, opened)
+
+        def faults(_):
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        with pytest.raises(torch.AcceleratorError):
+            show_padding(opened, call.ranges, [point], faults, judge)
+
+
 def test_a_graph_that_was_timed_is_freed_and_its_results_are_copied():
     kept, replayed = [], []
 
