@@ -25,7 +25,7 @@ from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
-from fusion_advisor.fuse.live.padding_trial import faster_than_launches, trial_of
+from fusion_advisor.fuse.live.padding_trial import tried_padding
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.registry import PASSES, kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -36,7 +36,7 @@ from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Piece, points_of
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls, with_room
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
-from fusion_advisor.fuse.shapes.show_padding import ShownPadding, show_padding
+from fusion_advisor.fuse.shapes.show_padding import ShownPadding
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
 from fusion_advisor.fuse.shapes.time_calls import time_calls
 from fusion_advisor.fuse.shapes.try_sizes import REFUSALS, refuse_sizes, try_ends
@@ -103,8 +103,8 @@ class _Shapes:
     original: Callable[..., Any]
     kept: Collection[str] = ()
     """Ids of rewrites of the example's plan."""
-    pads: bool = False
-    """Whether calls run as CUDA graphs, so that padding is worth a trial."""
+    has_graphs: bool = False
+    """Whether calls may run as CUDA graphs, so that padding is worth a trial."""
     refused: set[str] = field(default_factory=lambda: {name for name, one in PASSES.items() if one.needs_numbers})
     """Graph passes that look at numbers or at tensors of one size."""
 
@@ -148,7 +148,7 @@ def serve_shapes(
     for call in calls:
         work = _Shapes(
             loaded=loaded, options=options, ranged=call, bandwidth=bandwidth, progress=progress, instruments=instruments,
-            original=original, kept=kept, pads=fused.graphs is not None and call.may_record,
+            original=original, kept=kept, has_graphs=fused.graphs is not None,
         )  # fmt: skip
         served = []
         for piece in call.pieces(work.capture):
@@ -229,7 +229,7 @@ def with_shapes(
 
 def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     """Decide a piece, and start it."""
-    opened = piece.opened
+    started, opened = time.perf_counter(), piece.opened
     if opened is None:
         return serving(piece, ()), ShapePiece(call=work.ranged.name, ranges=piece.box, refusal=piece.refusal)
     changes = change_layouts(opened, work.kept)
@@ -249,9 +249,10 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
         rows.append(point)
         found.append(served)
     workpiece.forget_records()
-    pays = faster_than_launches(work.instruments) if work.on_cuda and work.options.is_timed else None
-    trial = trial_of(work.ranged, opened)
-    shown = show_padding(opened, piece.box, found, *trial, pays) if work.pads else ShownPadding()
+    shown = ShownPadding()
+    if work.has_graphs:
+        spent_s, is_timed = time.perf_counter() - started, work.on_cuda and work.options.is_timed
+        shown = tried_padding(work.ranged, opened, piece.box, found, work.instruments, spent_s=spent_s, is_timed=is_timed)
     rows = [replace(row, pads=shown.serves(point)) for row, point in zip(rows, found, strict=True)]
     row = ShapePiece(
         call=work.ranged.name,
@@ -260,8 +261,11 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
         kernels=tuple(kernels.values()),
         layouts=tuple(changes),
         graph=workpiece.graph_hash(),
-        padded=shown.padding.names if shown.padding is not None else (),
+        padded=shown.names,
+        masked=tuple(name for name in shown.names if shown.padding is not None and name in shown.padding.form.masked),
+        capacities=shown.capacities(piece.box),
         not_padded=shown.refused,
+        padding_seconds=round(shown.seconds, 3),
     )
     return serving(piece, found, shown.padding), row
 
@@ -307,7 +311,7 @@ def _decided(
         row = replace(row, eager=eager, ours=ours)
         if ours.ci_low_ns > eager.ci_high_ns:
             times = f"{units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}"
-            reason = f"near these sizes the original ops take {times}"
+            reason = f"the original ops take {times}"
             return Served(sizes=sizes, module=None, reason=reason), replace(row, reason=reason)
     return served, row
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from fusion_advisor.chains.find import outputs_of
 from fusion_advisor.codegen.common.interface import BuiltKernel, Header, KernelBuildFailed, library_origin
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse.decide.instruments import MEASURED
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
-from fusion_advisor.fuse.live.padding_trial import trial_of
+from fusion_advisor.fuse.live.padding_trial import tried_padding
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.plan.plan import PlannedFusion
@@ -29,7 +31,6 @@ from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, find_again
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
-from fusion_advisor.fuse.shapes.show_padding import show_padding
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
 from fusion_advisor.ir.operand_names import with_names
 from fusion_advisor.ir.sized_program import NoOneProgram
@@ -98,6 +99,7 @@ class _Restoring:
         if piece.opened is None:
             points = [Served(sizes=dict(point.sizes), module=None, reason=point.reason) for point in row.points]
             return serving(replace(piece, refusal=row.refusal), points)
+        started = time.perf_counter()
         change_layouts(piece.opened, row.layouts)
         work = Workpiece(piece)
         if work.graph_hash() != row.graph:
@@ -108,9 +110,12 @@ class _Restoring:
         work.forget_records()
         if not row.padded or not self._pads:
             return serving(piece, served)
-        trial = trial_of(self._ranged, piece.opened)
         paying = [point for point, known in zip(served, row.points, strict=True) if known.pads]
-        return serving(piece, served, show_padding(piece.opened, piece.box, paying, *trial, names=row.padded).padding)
+        shown = tried_padding(
+            self._ranged, piece.opened, piece.box, paying, MEASURED, spent_s=time.perf_counter() - started, share=1.0,
+            names=row.padded, masked=row.masked,
+        )  # fmt: skip
+        return serving(piece, served, shown.padding)
 
     def _point(
         self, work: Workpiece, row: ShapePoint, kernels: Mapping[str, RenderedKernel], known: dict[ShapeFusion, BuiltFusion]

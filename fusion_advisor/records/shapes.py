@@ -81,8 +81,14 @@ class ShapePiece:
     """Ids of rewrites that changed the graph before chains were found."""
     padded: tuple[str, ...] = ()
     """Sizes that may be rounded up, so that calls of several shapes share a CUDA graph: running both gave the same results."""
+    capacities: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """What each of them is rounded up to, in rising order."""
+    masked: tuple[str, ...] = ()
+    """Those along which masks are padded with zeros."""
     not_padded: tuple[tuple[str, str], ...] = ()
-    """Sizes that were tried and may not be, with the reason; sizes near a point, where it would not pay there."""
+    """Other sizes with the reason; sizes near a point, where it would not pay there."""
+    padding_seconds: float = 0.0
+    """What finding that out took."""
     graph: str = ""
     """Hash of the piece's graph: another one is served by no saved plan."""
 

@@ -82,7 +82,9 @@ def _with_special(
     sets = (
         []
         if fast_math or not numerics.is_passed
-        else special_inputs.special_inputs(roots, seed, is_in_place=bool(chain.in_place), has_sums=chain.has_sums, read=read)
+        else special_inputs.special_inputs(
+            roots, seed, is_in_place=bool(chain.in_place) or chain.keeps_indices, has_sums=chain.has_sums, read=read
+        )
     )
     _compare_all(sets, findings, chain, fused, seed=seed, tolerance=tolerance)
     if sets and chain.has_sums and not findings.faults:

@@ -44,8 +44,8 @@ def special_inputs(
     Args:
         roots: the site's tensors.
         seed: of the ordinary numbers around special ones.
-        is_in_place: the chain writes into a root at indices that it is given: those stay, as two writes to one place have no
-            order.
+        is_in_place: indices stay as they are. Where the chain writes at them, two writes to one place have no order; where it
+            computes with them, others may lie outside of a table.
         has_sums: the ops add numbers up: the largest numbers are then so small that no order of the terms overflows. For those
             that are not: :func:`overflowing_sums`.
         read: the rows that are read of roots that are tables, by the root's number: these alone hold special numbers.
@@ -272,7 +272,7 @@ def _mask(root: torch.Tensor, title: str, seed: int) -> torch.Tensor:
 
 
 def _indices(root: torch.Tensor, title: str) -> torch.Tensor:
-    """Other indices, all of them among those that the site has: nothing is read out of range."""
+    """Other indices, all of them among those that the site has: what is looked up by each alone is not out of range."""
     if root.is_floating_point() or root.dtype == torch.bool or not root.numel():
         return root
     made, distinct = _copy(root)

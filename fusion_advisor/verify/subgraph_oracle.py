@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.lowering.builder.lowered import written_by
@@ -20,6 +21,10 @@ from fusion_advisor.records import OpClass, OpNode, TensorMeta
 from fusion_advisor.verify.exact_tails import exactly
 from fusion_advisor.verify.row_parts import LARGE, MOST, RowPart, row_parts
 from fusion_advisor.verify.row_tables import distinct_rows, ids_of, row_tables
+
+_INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8"})
+_PARTS = frozenset({"select", "slice", "split", "split_with_sizes", "unbind", "narrow", "chunk"})
+_COUNTS = frozenset({"cumsum", "cumprod", "sum", "prod", "diff"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,16 @@ class OriginalChain:
         """Whether some op reduces rows or multiplies matrices."""
         classes = {class_of(base_name(str(node.target))) for node in self.nodes}
         return bool(classes & {OpClass.REDUCTION, OpClass.GEMM})
+
+    @property
+    def keeps_indices(self) -> bool:
+        """Whether other integers than the site's could read outside of a table, though each occurs somewhere.
+
+        That is so where places are computed of several integers (the width of a box, a count of those before), and where columns
+        of one tensor are places in several tables (a category each).
+        """
+        parts = [(number, meta) for _, number, meta, whole in self.outer if meta.dtype in _INTEGERS and meta != whole]
+        return bool(parts) or any(_mixes_integers(node) for node in self.nodes)
 
     def reach(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return, for each output, a mask of what is written of a tensor that is given; None where it is a new one.
@@ -325,3 +340,10 @@ class Observer(torch.fx.Interpreter):
                         f"{self._ops[index].target} returned strides {tuple(result.stride())}, traced {meta.stride}"
                     )
         return result
+
+
+def _mixes_integers(node: Node) -> bool:
+    """Whether an op takes several tensors of integers, or one apart, or counts."""
+    read = [value for source in node.all_input_nodes for value in tensors_of(source.meta.get("val"))]
+    integers = [value for value in read if str(value.dtype).removeprefix("torch.") in _INTEGERS]
+    return len(integers) > 1 or bool(integers and base_name(str(node.target)) in _PARTS | _COUNTS)

@@ -17,7 +17,7 @@ from fusion_advisor.report.html.charts import LABEL_SIZE, TICK_SIZE
 from fusion_advisor.report.html.embed_traces import read_traces
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.html.text_width import text_width
-from tests.report.fixtures import applied, hostile, profiled, real, sized
+from tests.report.fixtures import applied, hostile, padded_shapes, profiled, real, sized
 
 pytestmark = pytest.mark.browser
 
@@ -36,9 +36,14 @@ def long_names() -> Report:
     return replace(report, fusions=tuple(fusions))
 
 
+def padded() -> Report:
+    """Ranges in several ways to call the model, so that its tables are wide."""
+    return replace(sized(), shapes=padded_shapes())
+
+
 REPORTS: dict[str, Callable[[], Report]] = {
     "applied": applied, "hostile": hostile, "short": short, "real": real, "long names": long_names,
-    "sized": sized,
+    "sized": sized, "padded": padded,
 }  # fmt: skip
 
 
@@ -87,7 +92,7 @@ def visit(browser: Any, files: dict[str, str]) -> Iterator[Callable[..., Any]]:
         ("short", "dark", 320),
         ("hostile", "light", 320),
         ("sized", "light", 1280),
-        ("sized", "dark", 320),
+        ("padded", "dark", 320),
     ],
 )
 def test_axe_finds_nothing(visit: Callable[..., Any], name: str, theme: str, width: int) -> None:
@@ -126,6 +131,18 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(visit: Callable[..., Any], 
     page = visit(name, viewport={"width": 320, "height": 800})
     page.evaluate("document.querySelectorAll('details').forEach(item => { item.open = true })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
+
+
+def test_speeds_of_sizes_are_seen_without_scrolling_and_rows_keep_their_heads(visit: Callable[..., Any]) -> None:
+    scrolled = "[...document.querySelectorAll('#sizes .scroll')].map(one => one.scrollWidth > one.clientWidth)"
+    assert visit("padded").evaluate(scrolled)[0] is False
+    page = visit("padded", viewport={"width": 400, "height": 900})
+    right = "[...document.querySelectorAll('#sizes table thead th')].find(one => one.textContent == 'Speedup')"
+    assert page.evaluate(f"{right}.getBoundingClientRect().right") <= 400
+    matrix = page.locator("#sizes .scroll").last
+    matrix.evaluate("one => one.scrollTo(10000, 0)")
+    head = matrix.locator("tbody th").first.evaluate("one => one.getBoundingClientRect().left")
+    assert matrix.evaluate("one => one.scrollLeft") > 0 and head == matrix.evaluate("one => one.getBoundingClientRect().left")
 
 
 @pytest.mark.parametrize("name", ["applied", "hostile", "real", "long names"])

@@ -13,7 +13,7 @@ from fusion_advisor import units
 from fusion_advisor.records import Report, Status
 from fusion_advisor.report import shared_rows
 from fusion_advisor.report.markdown import LIMIT, code_span, escape, fenced, render_markdown, sticky_key
-from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled, real, shapes, sized, with_a_copy
+from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, padded_shapes, profiled, real, shapes, sized, with_a_copy
 
 MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table").enable("strikethrough")
 
@@ -118,6 +118,20 @@ def test_ranges_of_sizes_have_a_table_a_matrix_and_reasons() -> None:
     assert "A call outside these ranges" in text and "Other sizes" not in render_markdown(applied())
     many = replace(shapes().pieces[0], points=shapes().pieces[0].points * 5)
     assert "5 more points in the full report" in render_markdown(replace(sized(), shapes=replace(shapes(), pieces=(many,))))
+
+
+def test_padded_sizes_stand_in_the_markdown() -> None:
+    text = render_markdown(replace(sized(), shapes=padded_shapes()))
+    assert is_balanced(text)
+    assert "- batch 2..16, seq 1: padded to the next batch (2, 3, 4, 5, 6, 8, 16)." in text
+    assert "seq is not padded: what the padding holds changes results at batch=2, seq=9." in text
+    assert "Running padded calls against their own took 7.8 s of 1 min 37 s." in text
+    assert "share CUDA graphs" not in render_markdown(sized())
+    made = padded_shapes()
+    first = made.pieces[0]
+    reasons = tuple((f"d{number}", f"reason {number}") for number in range(20))
+    many = replace(made, pieces=(replace(first, padded=(), not_padded=reasons),))
+    assert "- 10 more lines in the full report." in render_markdown(replace(sized(), shapes=many))
 
 
 def test_parts_are_given_up_in_order() -> None:

@@ -113,3 +113,23 @@ def test_a_kernel_that_is_wrong_on_special_rows_of_a_table_alone_is_found_out(wr
 
     assert not check_chain(chain, fused, [IDS, TABLE], seed=0).is_passed
     assert check_chain(chain, LOOK_UPS["embedding"], [IDS, TABLE], seed=0).is_passed
+
+
+BOXES = torch.tensor([[3, 3], [0, 8], [7, 8], [1, 8], [5, 8]])
+SMALL = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "looks_up",
+    [
+        lambda boxes, table: functional.embedding(boxes[:, 1] - boxes[:, 0], table) * 2.0,
+        lambda boxes, table: functional.embedding(boxes[:, 0], table[:8]) + functional.embedding(boxes[:, 1], table),
+        lambda boxes, table: functional.embedding((boxes > 3).long().cumsum(0), table[:6]) * 2.0,
+    ],
+    ids=["widths of boxes", "a table for each column", "counts"],
+)
+def test_places_that_belong_together_are_not_exchanged(looks_up):
+    """A box of another one's end is none: on a GPU a place outside of the table ends the process."""
+    chain = chain_of(looks_up, BOXES, SMALL)
+    assert chain.keeps_indices and not chain_of(LOOK_UPS["embedding"], IDS, TABLE).keeps_indices
+    assert check_chain(chain, looks_up, [BOXES, SMALL], seed=0).is_passed

@@ -72,6 +72,13 @@ def drops_nothing(dropout: Node) -> bool:
     return not (given["train"] and given["p"])
 
 
+def draws_numbers(node: Node) -> bool:
+    """Whether a node takes random numbers: an attention or a dropout that drops nothing does not, whatever its tag says."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or is_idle_dropout(node):
+        return False
+    return node.target is not ATTENTION or bool(attention_argument(node, "dropout_p"))
+
+
 def first_reader(node: Node) -> Node:
     """Return the first op that reads a node: a call that replaces the node is written before it."""
     at = node.next

@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from fusion_advisor.capture.graph.split_bias import allows_tf32
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
 from fusion_advisor.fuse.cuda_graph.tail import LeftOut, MakeResult, as_it_is
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
@@ -190,12 +189,14 @@ class Recording:
         watched: list[Any] = list(map(operator.call, self.watched))
         if self.gone:  # checked after the references: where there is none, no tensor is None
             return False
-        return self.watched_addresses.are_of(watched) and all(
-            layout_of(watched[place]) == layout for place, layout in self.layouts.items()
-        )
+        if not self.watched_addresses.are_of(watched):
+            return False
+        return all(layout_of(watched[place]) == layout for place, layout in self.layouts.items())
 
     def known_inputs(self) -> dict[int, Any]:
-        """Return the inputs that are watched, by place among the region's; None for one that was freed."""
+        """Return the inputs that results are made from, by place among the region's; None for one that was freed."""
+        if not self.layouts:
+            return {}
         return dict(zip(self.watched_slots, map(operator.call, self.watched), strict=True))
 
     def may_be_undone(self, objects: Sequence[Any]) -> bool:
@@ -219,12 +220,14 @@ class Recording:
 
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graph's assumptions hold for these inputs; dynamo's guards have passed."""
+        for copy in self.copies:
+            if args[copy.slot] is not leaves[copy.leaf]:
+                return False
+        for slot, value in self.others:
+            if type(args[slot]) is not type(value) or args[slot] != value:
+                return False
         return (
-            self.addresses.are_of([args[slot] for slot in self.slots])
-            and all(args[copy.slot] is leaves[copy.leaf] for copy in self.copies)
-            and all(type(args[slot]) is type(value) and args[slot] == value for slot, value in self.others)
-            and self.is_unwritten()
-            and backend_flags() == self.flags
+            self.addresses.are_of([args[slot] for slot in self.slots]) and self.is_unwritten() and backend_flags() == self.flags
         )
 
     def replay(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -247,7 +250,7 @@ class Recording:
         """
         if outputs == "static":
             return [memory.tensor for memory in self.memories]
-        return [memory.make(memory.tensor, *(inputs[slot] for slot in memory.slots)) for memory in self.memories]
+        return [memory.make(memory.tensor, *[inputs[slot] for slot in memory.slots]) for memory in self.memories]
 
     def give(self, args: Sequence[Any], fresh: Sequence[torch.Tensor]) -> Any:
         """Return the results, once the guards have passed.
@@ -262,21 +265,7 @@ class Recording:
 
 def backend_flags() -> tuple[Any, ...]:
     """Return the flags that choose kernels and that dynamo's guards do not all watch."""
-    cuda = torch.backends.cuda
-    cudnn: Any = torch.backends.cudnn  # which makes its parts and their switches when it is imported
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        allows_tf32(),
-        cudnn.conv.fp32_precision,
-        cudnn.rnn.fp32_precision,
-        cudnn.enabled,
-        cudnn.benchmark,
-        cudnn.deterministic,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    return cuda_state.kernel_switches()
 
 
 def static_copy(slot: int, leaf: int, value: torch.Tensor) -> InputCopy:

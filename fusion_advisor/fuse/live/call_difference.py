@@ -13,7 +13,7 @@ CONTINUOUS_BATCHING = "it is a step of continuous batching: its paged KV cache h
 
 def is_continuous_batching(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is a step of ``generate_batch``: transformers passes its paged cache, and which pages to read and write."""
-    return all(name in kwargs for name in _PAGED)
+    return "read_index" in kwargs and all(name in kwargs for name in _PAGED)
 
 
 def describe_difference(key: Any, verified: Iterable[Any]) -> str:

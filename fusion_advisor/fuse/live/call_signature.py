@@ -42,7 +42,9 @@ def signature(
         passed: gets what is remembered of each object of the call: another one as soon as the object was read again.
     """
     reader = _Reader([] if leaves is None else leaves, {} if objects is None else objects, [] if passed is None else passed)
-    return (*map(reader.key, args), *((name, reader.key(kwargs[name])) for name in sorted(kwargs)))
+    key = reader.key
+    # A comprehension: at each call a generator takes 1 µs more.
+    return (*map(key, args), *[(name, key(kwargs[name])) for name in sorted(kwargs)])
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

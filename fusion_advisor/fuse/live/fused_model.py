@@ -10,6 +10,7 @@ Several calls may be verified: one plan per signature, each added by :meth:`Fuse
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -29,7 +30,7 @@ from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, speci
 from fusion_advisor.fuse.rewrite.collective_kernels import group_kernels_in
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
-from fusion_advisor.fuse.shapes.serve import ShapeTable, VerifiedCall
+from fusion_advisor.fuse.shapes.serve import MOST_CALLS, ShapeTable, VerifiedCall
 from fusion_advisor.fuse.slot.in_place import TRANSFORMED, InPlace
 from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo
 
@@ -75,6 +76,8 @@ class FusedModel(InPlace):
         self._rewritten = GraphTable(graphs, self._fallbacks)
         self._verified: dict[Any, VerifiedCall] = {}
         """By signature."""
+        self._known: dict[Any, VerifiedCall] = {}
+        """Calls that were looked up, those that ranges serve among them: one lookup finds a call again."""
         self._unlearnable: set[Any] = set()
         self._generate: Callable[..., Any] | None = None
         self.shapes: tuple[ShapeTable, ...] = ()
@@ -98,6 +101,7 @@ class FusedModel(InPlace):
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves)
         self._verified[key] = VerifiedCall(sharing(leaves) if any(map(writes_to_inputs, regions)) else None)
+        self._known.clear()
         self._guard.watch(code for region in regions for code in region.code)
 
     def give_back(self) -> None:
@@ -126,15 +130,9 @@ class FusedModel(InPlace):
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
-        verified = self._verified.get(key)
-        why_not = ""
-        parts = parts_of(key, leaves, objects) if verified is None and self.shapes else None
-        for table in self.shapes if verified is None else ():
-            ranged = table.look_up(key, args, kwargs, parts)
-            if not isinstance(ranged, str):
-                verified = ranged
-                break
-            why_not = why_not or ranged
+        verified, why_not = self._known.get(key), ""
+        if verified is None:
+            verified, why_not = self._look_up(key, args, kwargs, leaves, objects)
         device = -1 if verified is None else device_of(leaves)
         if device >= 0 and cuda_state.current_device_number() != device:
             with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
@@ -173,6 +171,24 @@ class FusedModel(InPlace):
         self._fallbacks.add(refusal, describe_difference(key, self._verified) if is_new else "")
         return self._original(*args, **kwargs)
 
+    def _look_up(
+        self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: list[torch.Tensor], objects: Sequence[Seen]
+    ) -> tuple[VerifiedCall | None, str]:
+        """Return what serves a call; None with a reason, or without one where no range is of calls like it."""
+        found, why_not = self._verified.get(key), ""
+        parts = functools.cache(functools.partial(parts_of, key, leaves, objects))
+        for table in self.shapes if found is None else ():
+            ranged = table.look_up(key, args, kwargs, parts)
+            if not isinstance(ranged, str):
+                found = ranged
+                break
+            why_not = why_not or ranged
+        if found is not None and found.may_record:  # a cache that grows has another signature at each step
+            if len(self._known) >= MOST_CALLS:
+                self._known.clear()
+            self._known[key] = found
+        return found, why_not
+
     def _run_compiled(
         self,
         verified: VerifiedCall,
@@ -182,7 +198,7 @@ class FusedModel(InPlace):
         objects: Sequence[Seen],
     ) -> Any:
         if verified.piece is not None:
-            return verified.piece.call(*args, **kwargs)
+            return verified.piece.call_with(args, kwargs, leaves, objects)
         if verified.is_in_place:
             if verified.shortcut is None:
                 verified.shortcut = Shortcut(self.model, self._compiled, self._rewritten.runners)
@@ -226,6 +242,7 @@ class FusedModel(InPlace):
     def serve(self, tables: Sequence[ShapeTable], generate: Callable[..., Any] | None = None) -> None:
         """Serve ranges of sizes from now on, one table for each way to call the model; ``generate`` stands for its own."""
         self.shapes, self._generate = tuple(tables), generate
+        self._known.clear()
         for table in tables:
             if table.writes:
                 leaves: list[torch.Tensor] = []
@@ -280,6 +297,7 @@ class FusedModel(InPlace):
         self._launches.include(other._rewritten.modules)
         self._guard.include(other._guard)
         self._verified = {**{key: VerifiedCall(call.sharing) for key, call in other._verified.items()}, **self._verified}
+        self._known.clear()
         return self
 
     def refresh(self) -> None:

@@ -1,14 +1,15 @@
 """Rounds sizes of a call up: the inputs with padding at their ends, and the part of the results that the call asked for.
 
 A CUDA graph is of one exact shape. A call of another shape may run in the graph of the next capacity where padding was shown to
-change no result (:mod:`fusion_advisor.fuse.shapes.show_padding`).
+change no result (:mod:`fusion_advisor.fuse.shapes.show_padding`). The padding repeats the call's last row, token or frame: a
+number that the call does not hold may be no place in a table, and a mask of zeros alone gives rows of NaN. Where that changes
+results, as each token of an encoder reads the later ones too, masks are padded with zeros.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,11 @@ from fusion_advisor.capture.graph.fx_nodes import storages
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of, dim_size
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion
 from fusion_advisor.fuse.shapes.pieces import Box
+from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
-Fill = Callable[[torch.Tensor, int], torch.Tensor]
-"""Makes a number of padding elements, of the dtype and on the device of a tensor."""
+Fill = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""Makes padding for a tensor: given the tensor, the dim that grows and by how much."""
 _LEAST_STEP = {"batch": 1}
 _USUAL_STEP = 8
 """Below this many tokens a step is as long as its launches, whatever its size."""
@@ -44,6 +46,14 @@ def capacity(name: str, size: int) -> int:
     return -(-size // step) * step
 
 
+def capacities(one: SizeRange) -> tuple[int, ...]:
+    """Return all sizes that calls in a range are rounded up to, in rising order."""
+    found: list[int] = []
+    while not found or found[-1] < one.most:
+        found.append(min(capacity(one.name, found[-1] + 1 if found else one.least), one.most))
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PadForm:
     """Where the sizes of a graph stand in its inputs and results.
@@ -53,12 +63,20 @@ class PadForm:
         inputs: places of the tensors with open dims, with the name of each dim; empty for fixed ones.
         results: names of each result's dims and its layout by size; None for what is no tensor of open size.
         is_list: the graph gives a list.
+        masks: places of the inputs that say which others count.
+        masked: names of sizes along which these are padded with zeros.
     """
 
     numbers: Mapping[int, str]
     inputs: Mapping[int, tuple[str, ...]]
     results: tuple[tuple[tuple[str, ...], Callable[[Sizes], tuple[int, ...]]] | None, ...]
     is_list: bool
+    masks: frozenset[int] = frozenset()
+    masked: frozenset[str] = frozenset()
+
+    def has_masks(self, name: str) -> bool:
+        """Whether a mask grows with a size."""
+        return any(name in self.inputs.get(slot, ()) for slot in self.masks)
 
     def pad(self, args: Sequence[Any], sizes: Sizes, fill: Fill | None = None) -> list[Any] | None:
         """Return the inputs at larger sizes; None where one is not contiguous.
@@ -66,19 +84,21 @@ class PadForm:
         Args:
             args: of the graph.
             sizes: to be had.
-            fill: of the padding; None: zeros.
+            fill: of the padding; None: what is at the end of each dim, as calls are padded.
         """
         given = list(args)
-        made: dict[tuple[int, tuple[str, ...]], torch.Tensor] = {}
+        made: dict[tuple[int, tuple[str, ...], bool], torch.Tensor] = {}
         for slot, name in self.numbers.items():
             given[slot] = sizes[name]
         for slot, names in self.inputs.items():
             value = args[slot]
             if not value.is_contiguous():
                 return None
-            if (id(value), names) not in made:
-                made[id(value), names] = _padded(value, _shape(value.shape, names, sizes), fill)
-            given[slot] = made[id(value), names]
+            key = (id(value), names, slot in self.masks)
+            if key not in made:
+                zeros = {dim for dim, name in enumerate(names) if name in self.masked} if slot in self.masks else set[int]()
+                made[key] = _padded(value, _shape(value.shape, names, sizes), fill, zeros)
+            given[slot] = made[key]
         return given
 
     def cut(self, results: Any, sizes: Sizes) -> Any:
@@ -127,7 +147,8 @@ def pad_form(opened: OpenCapture) -> PadForm:
         held.update(storages(result))
         names = _names(opened, value, "a result")
         results.append((names, _strides(opened, value)) if any(names) else None)
-    return PadForm(numbers=numbers, inputs=inputs, results=tuple(results), is_list=is_list)
+    masks = {slot for slot in inputs if _is_mask(opened.region.names[slot], placeholders[slot].meta["val"])}
+    return PadForm(numbers=numbers, inputs=inputs, results=tuple(results), is_list=is_list, masks=frozenset(masks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,10 +217,29 @@ class PaddedCall:
         return self.form.cut(graphs.region(larger, padded, given), self.sizes)
 
 
-def _padded(value: torch.Tensor, shape: tuple[int, ...], fill: Fill | None) -> torch.Tensor:
+def listed(results: Any) -> list[Any]:
+    """Return what a graph gives as a list: it may give one tensor."""
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def _is_mask(name: str, value: torch.Tensor) -> bool:
+    """Whether an input is taken for a mask: what zeros in it do is shown by running it."""
+    return "mask" in name and not value.is_floating_point()
+
+
+def _padded(value: torch.Tensor, shape: tuple[int, ...], fill: Fill | None, zeros: Collection[int]) -> torch.Tensor:
     with torch.inference_mode(False):  # the graph's own tensors are used in both modes
-        larger = value.new_zeros(shape) if fill is None else fill(value, math.prod(shape)).reshape(shape)
-    larger[tuple(slice(0, size) for size in value.shape)].copy_(value)
+        larger = value.new_empty(shape)
+    filled = larger[tuple(slice(0, size) for size in value.shape)]
+    filled.copy_(value)
+    for dim, (size, most) in enumerate(zip(value.shape, shape, strict=True)):
+        if size < most:
+            before, filled = filled, larger[tuple(slice(0, one) for one in (*shape[: dim + 1], *value.shape[dim + 1 :]))]
+            padding = filled.narrow(dim, size, most - size)
+            if dim in zeros:
+                padding.zero_()
+            else:
+                padding.copy_(before.narrow(dim, size - 1, 1) if fill is None else fill(before, dim, most - size))
     return larger
 
 

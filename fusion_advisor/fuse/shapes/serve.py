@@ -165,8 +165,21 @@ class ServedPiece:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model: through dynamo's guards, or past dynamo where nothing in the model was replaced."""
+        return self.call_with(args, kwargs)
+
+    def call_with(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor] = (), objects: Sequence[Any] = ()
+    ) -> Any:
+        """Call the model as :meth:`call` does, with what is known of its arguments.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            leaves: tensors that it passes as such.
+            objects: what is remembered of the others that it passes: one that comes again is compared in bulk.
+        """
         assert self._shortcut is not None  # a piece is started before it serves
-        return self._shortcut(args, kwargs)
+        return self._shortcut(args, kwargs, leaves, objects)
 
     def forget(self) -> None:
         """Hold nothing of the model that only a call past dynamo needs."""
@@ -199,7 +212,8 @@ def _is_own_flag(name: str, value: Any) -> bool:
 
 
 _MOST_RUNNERS = 1024
-_MOST_CALLS = 4096
+MOST_CALLS = 4096
+"""Signatures that are remembered."""
 _MOST_CACHES = 256
 """Signatures of calls with a growing cache: each is of some hundred tensors."""
 _MOST_FORMS = 64
@@ -274,7 +288,7 @@ class ShapeTable:
         return list({id(module): module for module in found}.values())
 
     def look_up(
-        self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: CallParts | None = None
+        self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: Callable[[], CallParts] | None = None
     ) -> VerifiedCall | str:
         """Return a call that the ranges serve, or why they do not; the call is looked at once for its signature.
 
@@ -282,13 +296,13 @@ class ShapeTable:
             key: its signature.
             args: of the call.
             kwargs: of the call.
-            parts: of its signature; without them the whole call is looked through.
+            parts: returns those of its signature; without them the whole call is looked through.
         """
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= (_MOST_CALLS if self.may_record else _MOST_CACHES):
+            if len(self._known) >= (MOST_CALLS if self.may_record else _MOST_CACHES):
                 self._known.clear()
-            piece = self.find(args, kwargs) if parts is None else self._find_by_form(parts, args, kwargs)
+            piece = self.find(args, kwargs) if parts is None else self._find_by_form(parts(), args, kwargs)
             found = self._known[key] = (
                 piece if isinstance(piece, str) else VerifiedCall(self.sharing, True, piece, self.may_record)
             )

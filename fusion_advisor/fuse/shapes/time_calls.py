@@ -28,7 +28,7 @@ find its caches full of the other way: GPT-2's prefill then seemed slower than e
 
 def time_calls(
     ways: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any], instruments: Instruments, *,
-    on_cuda: bool, written: Written | None = None,
+    on_cuda: bool, written: Written | None = None, budget_s: float = _BUDGET_S,
 ) -> list[Timing]:  # fmt: skip
     """Time each way launch by launch: GPU time by CUDA events, on a CPU what the instruments' timer reads.
 
@@ -39,6 +39,7 @@ def time_calls(
         instruments: measure.
         on_cuda: whether the call runs on a GPU.
         written: what the call writes to.
+        budget_s: for all ways.
     """
     timer = instruments.timer or step_timer(on_cuda=on_cuda)
     objects = [(vars(owner), dict(vars(owner))) for owner in objects_in((args, dict(kwargs)))]
@@ -60,7 +61,7 @@ def time_calls(
                 put_back()
                 call()
             times = interleaving.interleave(
-                calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=on_cuda, turn_s=_TURN_S if on_cuda else 0.0, timer=timer,
+                calls, rounds=_ROUNDS, budget_s=budget_s, on_cuda=on_cuda, turn_s=_TURN_S if on_cuda else 0.0, timer=timer,
                 before=put_back,
             )  # fmt: skip
     finally:

@@ -74,17 +74,6 @@ def share_line(shapes: ShapeRanges) -> str:
     return f"{part} lie in {_count(len(served), 'piece')} with rewrites, one graph each." if served else ""
 
 
-def padding_lines(shapes: ShapeRanges) -> tuple[str, ...]:
-    """Return which sizes are rounded up to share CUDA graphs, and why others are not; a sentence for each piece."""
-    lines = []
-    for row, piece in zip(piece_rows(shapes), shapes.pieces, strict=True):
-        names = " and ".join(piece.padded)
-        if names:
-            lines.append(f"{row.sizes}: a call may run in a CUDA graph of larger {names}: the results were the same in both.")
-        lines += [f"{row.sizes}: {name} is not padded: {reason}." for name, reason in piece.not_padded]
-    return tuple(lines)
-
-
 def dims_line(shapes: ShapeRanges) -> str:
     """Return which dims of the call's tensors the names stand for."""
     tensors = [f"{path} ({', '.join(name or 'fixed' for name in names)})" for path, names in shapes.dims]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_advisor.records import ShapeRanges
-from fusion_advisor.report.shapes import sentences
+from fusion_advisor.report.shapes import padding, sentences
 from fusion_advisor.report.shapes.rows import Matrix, PieceRow, PointRow, matrix, piece_rows, point_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizesView:
-    """Rows and sentences; see :mod:`fusion_advisor.report.shapes.sentences` for what each says."""
+    """Rows and sentences; see :mod:`~fusion_advisor.report.shapes.sentences` and :mod:`~fusion_advisor.report.shapes.padding`."""
 
     summary: str
     share: str
@@ -22,6 +22,7 @@ class SizesView:
     crossover: str
     original: tuple[str, ...]
     padding: tuple[str, ...]
+    padding_note: str
     outside: str
     nearest: str
     points: tuple[PointRow, ...]
@@ -41,7 +42,8 @@ def sizes_view(shapes: ShapeRanges) -> SizesView:
         general=sentences.general_line(shapes),
         crossover=sentences.crossover_line(shapes),
         original=sentences.left_to_original_ops(shapes),
-        padding=sentences.padding_lines(shapes),
+        padding=padding.padding_lines(shapes),
+        padding_note=f"{padding.PADDED} {padding.padding_cost(shapes)}".strip(),
         outside=sentences.OUTSIDE,
         nearest=sentences.NEAREST,
         points=point_rows(shapes),

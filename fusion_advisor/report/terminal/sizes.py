@@ -8,15 +8,17 @@ from rich.text import Text
 from fusion_advisor.records import ShapeRanges
 from fusion_advisor.report.escape import plural
 from fusion_advisor.report.shapes import sentences
+from fusion_advisor.report.shapes.padding import padding_cost, padding_lines
 from fusion_advisor.report.shapes.rows import piece_rows, point_rows
 from fusion_advisor.report.terminal.layout import TONES, Column, fitted_table, text_line
 
 _MOST_ROWS = 5
 _MOST_REFUSALS = 1
+_MOST_PADDINGS = 2
 
 
 def size_lines(shapes: ShapeRanges | None, console: Console) -> list[RenderableType]:
-    """Return the points' speeds, how many there are besides, and where the original ops run; nothing without ranges."""
+    """Return the points' speeds, how many there are besides, where the original ops run, and what is padded."""
     if shapes is None:
         return []
     rows, pieces = point_rows(shapes), piece_rows(shapes)
@@ -36,12 +38,14 @@ def size_lines(shapes: ShapeRanges | None, console: Console) -> list[RenderableT
             ),
         ]
         lines.append(fitted_table(columns, console))
-    original = sentences.left_to_original_ops(shapes)
+    original, padding = sentences.left_to_original_ops(shapes), padding_lines(shapes)
     left = (
         (len(rows) - len(shown), "more point", "more points"),
         (len(original) - _MOST_REFUSALS, "more place with original ops", "more places with original ops"),
+        (len(padding) - _MOST_PADDINGS, "more line on padding", "more lines on padding"),
     )
     more = ", ".join(plural(count, one, many) for count, one, many in left if count > 0)
     lines += [text_line(line, console, "dim") for line in original[:_MOST_REFUSALS]]
+    lines += [text_line(line, console, "dim") for line in (*padding[:_MOST_PADDINGS], padding_cost(shapes)) if line]
     lines += [text_line(f"{more} in the report.", console, "dim")] if more else []
     return [*lines, Text("")]

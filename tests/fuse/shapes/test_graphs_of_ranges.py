@@ -42,15 +42,15 @@ class Logits(Mlp):
         return self.down(torch.nn.functional.gelu(self.up(x) * 1.5, approximate="tanh")).unflatten(0, (-1, 1))
 
 
-def ranged(maker=Mlp, limit=4, shapes="batch=2..64", args=None, has_graphs=True):
+def ranged(maker=Mlp, limit=4, shapes="batch=2..64", args=None, has_graphs=True, kwargs=None):
     """A model that serves ranges of its batch, its graphs and the recorder; its example is 5 rows."""
     torch.compiler.reset()
     model, recorder = maker().eval(), FakeRecorder()
-    args = (torch.randn(5, 32),) if args is None else args
-    live = capture_regions(model, args, {})
+    args, kwargs = (torch.randn(5, 32),) if args is None else args, kwargs or {}
+    live = capture_regions(model, args, kwargs)
     graphs = Graphs(recorder, limit=limit) if has_graphs else None
-    fused = FusedModel(model, live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, {}, graphs=graphs)
-    loaded = describe_live(model, args)
+    fused = FusedModel(model, live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, kwargs, graphs=graphs)
+    loaded = describe_live(model, args, kwargs)
     options = ApplyOptions(shapes=read_shapes(shapes), keep="verified", compile=False)
     calls = check_ranges(loaded, options)
     fused.found = serve_shapes(fused, loaded, options, calls, measure_bandwidth(torch.device("cpu")), Progress())

@@ -35,7 +35,7 @@ def look_up(found, kwargs):
     """What a table answers for a call, whose form it may know."""
     leaves, objects = [], []
     key = signature((), kwargs, leaves, {}, objects)
-    return found.look_up(key, (), kwargs, parts_of(key, leaves, objects))
+    return found.look_up(key, (), kwargs, lambda: parts_of(key, leaves, objects))
 
 
 class Held:

@@ -108,14 +108,3 @@ def test_sentences_end_once() -> None:
             sentences.left_to_original_ops(made), (sentences.share_line(made), sentences.crossover_line(made))
         )
         assert all(line == "" or (line.endswith(".") and not line.endswith("..")) for line in lines)
-
-
-def test_sizes_that_share_graphs_are_named_and_others_have_a_reason() -> None:
-    found = shapes()
-    assert sentences.padding_lines(found) == ()
-    first, *rest = found.pieces
-    known = replace(first, padded=("batch",), not_padded=(("seq", "what the padding holds changes results at seq=9"),))
-    lines = sentences.padding_lines(replace(found, pieces=(known, *rest)))
-    assert len(lines) == 2
-    assert lines[0].endswith("a call may run in a CUDA graph of larger batch: the results were the same in both.")
-    assert lines[1].endswith("seq is not padded: what the padding holds changes results at seq=9.")

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 
 from fusion_advisor.records import ShapePiece, ShapeRanges
 from fusion_advisor.report.terminal.sizes import size_lines
-from tests.report.fixtures import point, shapes
+from tests.report.fixtures import padded_shapes, point, shapes
 
 
 def lines(made: ShapeRanges | None, width: int = 100) -> list[str]:
@@ -40,3 +40,11 @@ def test_nothing_without_ranges_and_a_reason_without_points() -> None:
     assert lines(replace(shapes(), pieces=(refused,))) == [
         "batch 1..16, seq 1..4096 (65,536 sizes): the original ops run. It branches on seq."
     ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_padded_sizes_what_they_took_and_what_is_left_out(width: int) -> None:
+    found = " ".join(" ".join(lines(padded_shapes(), width)).split())
+    assert "padded to the next batch (2, 3, 4, 5, 6, 8, 16) and seq (8, 16, 24, 32, 40 … 4,032: 39 sizes)" in found
+    assert "Running padded calls against their own took 7.8 s of 1 min 37 s." in found
+    assert "3 more lines on padding in the report." in found
