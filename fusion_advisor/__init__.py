@@ -162,6 +162,8 @@ def _applied(loaded: LoadedWorkload, options: ApplyOptions) -> AppliedRun | Trai
     run = work(loaded, replace(options, run_dir=folder), on_report=lambda report: write_report(report, path))
     write_run(run.report, folder, FORMATS)
     write_capture(run.capture, folder / "capture.json.gz")
+    if (write_start := getattr(run, "write_start", None)) is not None:
+        write_start(folder)
     return run
 
 
