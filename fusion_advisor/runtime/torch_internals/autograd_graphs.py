@@ -8,10 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -68,6 +64,10 @@ def with_backward(
         memory_budget: share of what would be kept by default that may be; with 0 little but the inputs and what is random.
         prepare: changes the graph of both passes before it is parted, or tags what the second computes again.
     """
+    # AOTAutograd brings in networkx: 0.13 to 0.3 s, which no start of a saved plan is to wait for.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+    from torch._functorch._aot_autograd.utils import make_boxed_func
 
     def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
         def compiled(half: GraphModule, _: list[Any]) -> Callable[..., Any]:
@@ -117,6 +117,8 @@ def _partitioned(
                 kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if prepare is not None:
         prepare(joint)
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     return min_cut_rematerialization_partition(joint, *args, **more)
 
 

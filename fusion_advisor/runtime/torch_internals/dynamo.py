@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-import torch._dynamo.repro.after_dynamo  # the first torch.compile of a process loads it: 0.14 to 0.3 s, most of it networkx
+import torch._dynamo
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
 from torch._dynamo.eval_frame import skip_code
 from torch._guards import TracingContext
