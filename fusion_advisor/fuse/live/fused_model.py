@@ -127,6 +127,13 @@ class FusedModel(InPlace):
         return self._compiled(*args, **kwargs)
 
     @property
+    def started(self) -> str:
+        """How a saved plan was put in place: without a trace, or why the model was traced; empty where none was."""
+        if self.traced_because:
+            return f"The model was traced again: {self.traced_because}."
+        return "" if self._untraced is None else "The plan started without a trace."
+
+    @property
     def exact_call(self) -> Callable[..., Any]:
         """The call through dynamo's guards to the graphs of exactly the verified sizes; nothing else is compared."""
         return self._compiled

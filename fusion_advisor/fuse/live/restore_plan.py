@@ -236,6 +236,7 @@ def _put_in(
         )  # fmt: skip
         live.written.restore()
         fused.report, fused.traced_because = saved.report, restored.traced_because
+        clock.progress.note(fused.started)
         return fused.apply()
 
 

@@ -127,6 +127,8 @@ def _read_globals(tree: Tree, node: Any, space: dict[str, Any]) -> None:
                 tree.builtins[key] = _read(one, value[key], key)
         elif (module := _module_of(name, value)) is not None:
             _join(tree.modules, module, _read(below, value, module, is_shared=True))
+        elif name.startswith("___unnamed_scope") and str(value.get("__name__")).startswith("namedtuple_"):
+            continue  # in which ``collections`` made a named tuple's ``__new__``
         elif name.startswith("___"):
             raise CannotDescribe(f"dynamo reads `{name}`, which it made")
         else:

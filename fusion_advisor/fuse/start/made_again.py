@@ -178,6 +178,9 @@ def _results(form: Any, output: Any) -> Iterator[tuple[int, torch.Tensor]]:
     elif "fields" in form:
         for name, item in form["fields"]:
             yield from _results(item, getattr(output, name))
+    elif "holds" in form:
+        for name, item in form["holds"]:
+            yield from _results(item, vars(output)[name])
     elif "dict" in form:
         for key, item in form["dict"]:
             yield from _results(item, output[key])

@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.fuse.start.described import CannotDescribe, name_of
+from fusion_advisor.fuse.start.described import CannotDescribe, described, name_of
 
 Make = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
 """Given the graph's results and its inputs, makes the output."""
 
 
-def form_of(value: Any, place: Callable[[torch.Tensor], Any]) -> Any:
+def form_of(value: Any, place: Callable[[torch.Tensor], Any], depth: int = 0) -> Any:
     """Describe an output.
 
     Args:
         value: the output, or a part of it.
         place: returns where a tensor of it comes from.
+        depth: of objects around it.
 
     Raises:
         CannotDescribe: it holds an object that is no plain container of tensors and constants.
@@ -35,26 +36,42 @@ def form_of(value: Any, place: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) is float:
         return {"float": value.hex()}
     if type(value) in (list, tuple):
-        return {type(value).__name__: [form_of(item, place) for item in value]}
+        return {type(value).__name__: [form_of(item, place, depth) for item in value]}
     if type(value) is dict and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, form_of(item, place)] for key, item in value.items()]}
+        return {"dict": [[key, form_of(item, place, depth)] for key, item in value.items()]}
+    if isinstance(value, torch.dtype | torch.device | type):
+        return described(value)
     names = _names(value)
-    return {"class": name_of(type(value)), "fields": [[name, form_of(getattr(value, name), place)] for name in names]}
+    if names is not None:
+        return {"class": name_of(type(value)), "fields": [[name, form_of(getattr(value, name), place, depth)] for name in names]}
+    if depth > _DEEPEST or not _is_plain_object(value):
+        raise CannotDescribe(f"its output holds a {name_of(type(value))}")
+    holds = [[name, form_of(item, place, depth + 1)] for name, item in vars(value).items()]
+    return {"class": name_of(type(value)), "holds": holds}
 
 
-def _names(value: Any) -> list[str]:
-    """Return the names of a named tuple's or a dataclass's fields.
+_DEEPEST = 8
+"""An object that holds itself ends there."""
 
-    Raises:
-        CannotDescribe: it is neither, or holds more than these.
-    """
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether an object is what its ``__dict__`` holds, a cache, say: none is made by code of its own, nor is a container."""
+    kind = type(value)
+    own = getattr(value, "__dict__", None)
+    is_made_otherwise = any(vars(base).get("__slots__") or "__new__" in vars(base) for base in kind.__mro__[:-1])
+    is_container = isinstance(value, list | tuple | dict | set | torch.nn.Module) or callable(value)
+    return type(own) is dict and not is_made_otherwise and not is_container
+
+
+def _names(value: Any) -> list[str] | None:
+    """Return the names of a named tuple's or a dataclass's fields; None for another object."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(value._fields)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = [item.name for item in dataclasses.fields(value) if item.init]
         if len(found) == len(dataclasses.fields(value)) and set(getattr(value, "__dict__", found)) <= set(found):
             return found
-    raise CannotDescribe(f"its output holds a {name_of(type(value))}")
+    return None
 
 
 def maker(form: Any, template: Any) -> Make:
@@ -70,8 +87,12 @@ def maker(form: Any, template: Any) -> Make:
     if isinstance(form, dict) and "input" in form:
         place = form["input"]
         return lambda _, inputs: inputs[place]
-    if not isinstance(form, dict) or "float" in form:
+    if not isinstance(form, dict) or not form.keys() & {"dict", "fields", "holds", "list", "tuple"}:
         return lambda _, __: template
+    if "holds" in form:
+        own = type(template)
+        held = [(name, maker(item, vars(template)[name])) for name, item in form["holds"]]
+        return lambda results, inputs: _with(own, {name: make(results, inputs) for name, make in held})
     if "dict" in form:
         pairs = [(key, maker(item, template[key])) for key, item in form["dict"]]
         return lambda results, inputs: {key: make(results, inputs) for key, make in pairs}
@@ -83,6 +104,12 @@ def maker(form: Any, template: Any) -> Make:
     makers = [maker(item, part) for item, part in zip(items, template, strict=True)]
     whole: Callable[[Any], Any] = list if word == "list" else tuple
     return lambda results, inputs: whole(make(results, inputs) for make in makers)
+
+
+def _with(kind: type, holds: dict[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    vars(made).update(holds)
+    return made
 
 
 def without_places(form: Any) -> Any:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -91,6 +92,74 @@ def test_models_start_without_a_trace_and_give_the_same_bits(model_of, tmp_path)
         assert torch.equal(found[name], value) and torch.equal(again[name], value), name
 
 
+@pytest.mark.parametrize("model_of", [gpt2, llama])
+def test_a_cache_that_a_call_makes_is_made_without_a_trace(model_of, tmp_path):
+    model, inputs = model_of()
+    inputs = {"input_ids": inputs["input_ids"]}
+    assert run_of(describe_live(model, (), inputs), options_in(tmp_path / "run")) == ""
+    loaded, before = describe_live(model_of()[0], (), inputs), frames()
+    with torch.no_grad(), put_in(loaded, tmp_path / "run") as fused:
+        found, again = loaded.model(**inputs), loaded.model(**inputs)
+        assert fused.traced_because == "" and fused.fallbacks == {} and frames() == before
+    expected = own(loaded)
+    mine, theirs, other = found.past_key_values, expected.past_key_values, again.past_key_values
+    assert type(mine) is type(theirs) and mine is not other and mine.layers is not other.layers
+    assert [vars(one).keys() for one in mine.layers] == [vars(one).keys() for one in theirs.layers]
+    for one, two, three in zip(mine.layers, theirs.layers, other.layers, strict=True):
+        torch.testing.assert_close((one.keys, one.values), (two.keys, two.values), rtol=1e-4, atol=1e-5)
+        assert one is not three and one.keys is not three.keys and torch.equal(one.keys, three.keys)
+    with torch.no_grad():  # it is a cache: the model goes on with it
+        step = {"input_ids": inputs["input_ids"][:, -1:], "use_cache": True}
+        ours, eager = (loaded.model(**step, past_key_values=cache).logits for cache in (mine, theirs))
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+class Odd(torch.nn.Module):
+    """Writes to a buffer, returns its input, a parameter, one result twice, and a named tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(64, 64)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, *, more=(), gain=1.0):
+        self.count.add_(1)
+        u = torch.nn.functional.gelu(self.lin(x)) * gain + x
+        for one in more:
+            u = u * one
+        return Two(u, [u, x]), self.lin.weight, {"count": self.count, 3: (u.sum(-1), 2.5, "text", None)}
+
+
+class Two(NamedTuple):
+    first: torch.Tensor
+    second: list
+
+
+def odd(seed=0):
+    torch.manual_seed(seed)
+    return Odd().eval(), (torch.randn(2, 48, 64),), {"more": [torch.rand(64), torch.rand(48, 1)], "gain": 2.0}
+
+
+def test_odd_inputs_and_outputs_are_the_models_own(tmp_path):
+    assert run_of(describe_live(*odd()), options_in(tmp_path / "run")) == ""
+    model, args, kwargs = odd(1)
+    loaded, before = describe_live(model, args, kwargs), frames()
+    with torch.no_grad(), put_in(loaded, tmp_path / "run") as fused:
+        assert fused.traced_because == "" and model.count.item() == 0
+        (pair, weight, rest) = model(*args, **kwargs)
+        assert type(pair) is Two and weight is model.lin.weight and pair.second[0] is pair.first and pair.second[1] is args[0]
+        assert rest["count"] is model.count and model.count.item() == 1 and rest[3][1:] == (2.5, "text", None)
+        assert fused.fallbacks == {} and frames() == before
+        expected = model._call_impl(*args, **kwargs)
+        torch.testing.assert_close(pair.first, expected[0].first, rtol=1e-4, atol=1e-5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            same = {"more": [kwargs["more"][0], kwargs["more"][0][:48, None].contiguous()], "gain": 2.0}
+            for other in ({**kwargs, "gain": 3.0}, {"more": kwargs["more"][::-1], "gain": 2.0}, same, {"gain": 2.0}):
+                found, eager = model(*args, **other), model._call_impl(*args, **other)
+                torch.testing.assert_close(found[0].first, eager[0].first, rtol=1e-4, atol=1e-5)
+
+
 def test_a_stored_graph_is_what_runs(folder, tmp_path):
     """Fails where the stored graph is read and then ignored: a constant in it is seen in the results' first check."""
     shutil.copytree(folder, tmp_path / "run")
@@ -113,6 +182,7 @@ def test_another_instance_has_its_own_weights(folder):
         with torch.no_grad(), put_in(loaded, folder) as fused:
             found = loaded.model(*loaded.args)
             assert fused.traced_because == "" and fused.fallbacks == {} and fused.launches > 0
+            assert fused.started == "The plan started without a trace."
         assert_close(found, expected)
         assert found["gain"] is None and frames() == before
 
@@ -414,6 +484,7 @@ def test_a_file_that_cannot_be_read_is_not_used(content, folder, tmp_path):
     path.unlink()
     with put_in(a_network(), tmp_path / "run") as fused:
         assert fused.traced_because == f"the run has no {NAME}"
+        assert fused.started == f"The model was traced again: the run has no {NAME}."
 
 
 # -- what is not written down --------------------------------------------------------------------------------------------------
