@@ -98,11 +98,7 @@ def apply(
     """
     from functools import partial
 
-    from fusion_advisor.export.formats.write import write_run
-    from fusion_advisor.fuse.plan.options import ApplyOptions
-    from fusion_advisor.fuse.plan.size_ranges import asked_shapes
     from fusion_advisor.fuse.slot.in_place import take_out
-    from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
 
     if phase not in ("forward", "train"):
@@ -115,6 +111,11 @@ def apply(
             raise TypeError(f"a plan is put in as it was made, without {', '.join(sorted(options))}")
         take_out(model)
         return _put_in(loaded, plan)
+    from fusion_advisor.export.formats.write import write_run
+    from fusion_advisor.fuse.plan.options import ApplyOptions
+    from fusion_advisor.fuse.plan.size_ranges import asked_shapes
+    from fusion_advisor.report.html.notebook import for_notebook
+
     chosen = _named("apply", loaded, ApplyOptions(**{**options, "shapes": asked_shapes(options.get("shapes"))}))
     take_out(model)
     run = _applied(loaded, chosen)
@@ -126,17 +127,24 @@ def apply(
 
 def _put_in(loaded: LoadedWorkload, plan: SavedPlan) -> FusedModel:
     """Put a saved plan into a model."""
-    from functools import partial
+    from fusion_advisor.runtime.gc_pause import collector_paused
 
-    from fusion_advisor.export.formats.write import write_plan
-    from fusion_advisor.fuse.live.restore_plan import apply_plan
-    from fusion_advisor.fuse.restore_shapes import restore_shapes
-    from fusion_advisor.report.html.notebook import for_notebook
+    with collector_paused():  # see load_plan
+        from fusion_advisor.fuse.live.restore_plan import apply_plan
+        from fusion_advisor.report.html.notebook import for_notebook
+
+    def write_export(*args: Any, **options: Any) -> tuple[str, ...]:
+        from fusion_advisor.export.formats.write import write_plan
+
+        return write_plan(loaded, plan, *args, **options)
 
     fused = apply_plan(loaded, plan)
-    restore_shapes(fused, loaded, plan)
+    if plan.report.shapes is not None:
+        from fusion_advisor.fuse.restore_shapes import restore_shapes
+
+        restore_shapes(fused, loaded, plan)
     fused.report = for_notebook(plan.report)
-    fused.exporter = partial(write_plan, loaded, plan)
+    fused.exporter = write_export
     return fused
 
 
@@ -162,6 +170,8 @@ def _applied(loaded: LoadedWorkload, options: ApplyOptions) -> AppliedRun | Trai
     run = work(loaded, replace(options, run_dir=folder), on_report=lambda report: write_report(report, path))
     write_run(run.report, folder, FORMATS)
     write_capture(run.capture, folder / "capture.json.gz")
+    if (write_start := getattr(run, "write_start", None)) is not None:
+        write_start(folder)
     return run
 
 
@@ -174,7 +184,10 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     Raises:
         UnreadableReport: a file is missing, truncated or not one of ours.
     """
-    from fusion_advisor.fuse.live import saved_plan
+    from fusion_advisor.runtime.gc_pause import collector_paused
+
+    with collector_paused():  # while hundreds of modules are loaded, it would walk all that torch has made
+        from fusion_advisor.fuse.live import saved_plan
 
     return saved_plan.load_plan(run_dir)
 

@@ -59,7 +59,7 @@ def lines(
                 raise SystemExit(f"the first step ran the original ops: {next(iter(fused.fallbacks))}")
             fused.revert()
             phases = ", ".join(f"{name} {taken:.2f}" for name, taken in clock.durations_s)
-            yield f"{taken_s:.2f} s ({phases}); loop in Python {before_ms:.0f} ms before, {loop_ms():.0f} behind"
+            yield f"{taken_s:.2f} s ({phases}). {fused.started} Loop in Python {before_ms:.0f} ms before, {loop_ms():.0f} behind"
 
 
 def _nothing() -> None:

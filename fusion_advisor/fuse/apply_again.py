@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.errors import PlanMismatch
@@ -25,6 +26,7 @@ from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.start.record import write_start
 from fusion_advisor.records import Environment, Report, WarmUp
 from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.environment import content_digest, describe_environment
@@ -107,6 +109,7 @@ def apply_again(
             if not check.is_passed:
                 return _drop(memory, progress, "the whole model's numbers do not pass")
             run = concluded(installed, measure_after(installed, check))
+            run.write_start = partial(write_start, loaded, restored.live)
         finally:
             restored.live.written.restore()
     return run if remembered.keeps_any(run.report) else _drop(memory, progress, "the step is slower than eager now")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -53,6 +54,8 @@ class AppliedRun:
     capture: Capture
     parts: tuple[tuple[str, Report, Capture], ...] = ()
     """Further regimes of the same model, each with a report of its own: (folder, report, capture)."""
+    write_start: Callable[[Path], str] | None = None
+    """Writes what a start without a trace needs beside the capture, and returns why it cannot; None where nothing was kept."""
 
     def revert(self) -> None:
         """Put the original model back."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -47,6 +48,7 @@ from fusion_advisor.fuse.prediction.interval import with_intervals
 from fusion_advisor.fuse.stages.jobs_of_later import jobs_of_later
 from fusion_advisor.fuse.stages.linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
+from fusion_advisor.fuse.start.record import write_start
 from fusion_advisor.fuse.too_busy import with_noise_judged
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import Capture, Environment, Finding, Report
@@ -179,10 +181,12 @@ def _apply(
             one.forget_passes()
         report = _with_decision(report, kept, plan, capture, is_timed=options.is_timed)
         on_report(report)
-        return install(
+        run = install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report, instruments=instruments, last=last,
         )  # fmt: skip
+        run.write_start = partial(write_start, loaded, live)
+        return run
 
 
 def _refuse_unready(loaded: LoadedWorkload) -> None:

@@ -121,7 +121,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
             state.reverted += 1
 
         report = finish(trained() if loaded.record.phase == "train" else applied(), options)
-        return SimpleNamespace(report=report, capture=captured(report), parts=(), revert=revert)
+        return SimpleNamespace(report=report, capture=captured(report), parts=(), write_start=None, revert=revert)
 
     monkeypatch.setattr(core, "make_request", FakeRequest)
     monkeypatch.setattr(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import sys
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fusion_advisor.runtime.torch_internals import tensor_memory
 
@@ -104,6 +105,12 @@ def is_in_autocast(node: Node) -> bool:
     before = set(nodes[: nodes.index(node)])
     entered = (other for other in before if getattr(other.target, "__name__", "") == "_enter_autocast")
     return any(not before.issuperset(other.users) for other in entered)
+
+
+def code_digests(graph_module: GraphModule) -> tuple[str, ...]:
+    """Return digests of the code of a graph and of the graphs inside it: branches of ``torch.cond`` have code of their own."""
+    codes = (module.code for module in graph_module.modules() if isinstance(module, GraphModule))
+    return tuple(hashlib.sha256(code.encode()).hexdigest() for code in codes)
 
 
 def module_path(node: Node) -> str:

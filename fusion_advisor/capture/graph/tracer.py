@@ -41,16 +41,20 @@ class Route:
     Attributes:
         forward: the graph.
         seen: during the captured call, gets each run of a route with its tensors; None afterwards.
+        results: of the last run during the captured call.
     """
 
     forward: Callable[..., Any]
     seen: list[tuple[Route, tuple[Any, ...]]] | None = None
+    results: Any = None
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        if self.seen is not None:
-            self.seen.append((self, args))
-        return self.forward(*args)
+        if self.seen is None:
+            return self.forward(*args)
+        self.seen.append((self, args))
+        self.results = self.forward(*args)
+        return self.results
 
 
 @dataclass(slots=True)
@@ -66,6 +70,8 @@ class Region:
         route: what runs in its place when the captured call is made again; None for a graph that no dynamo call leads to.
         code: of every function that dynamo looked through for it.
         training_pass: ``forward`` or ``backward`` of a training step; empty in any other.
+        effects: what its call leaves behind in Python, beside its result and its tensors.
+        digests: of dynamo's graph, and of the graphs inside it.
     """
 
     index: int
@@ -77,6 +83,8 @@ class Region:
     route: Route | None = None
     code: tuple[CodeType, ...] = ()
     training_pass: str = ""
+    effects: tuple[str, ...] = ()
+    digests: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -116,6 +124,8 @@ class LiveCapture:
             on their own weights.
         written: what the call changes outside its result; ``written.rewind()`` goes before every repeat.
         compiled: None where no dynamo call leads to the regions.
+        results: of the graph, where the call is one graph.
+        untraced: what makes the call where the graph was read from a file.
         layouts: by rule, what its copies change that give values another layout; empty where nobody timed them.
     """
 
@@ -126,6 +136,8 @@ class LiveCapture:
     compiled: DynamoCall | None = None
     layouts: Mapping[str, Any] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+    results: Any = None
+    untraced: Any = None
 
     def in_order(self) -> list[Run]:
         """Return every run of a region, as the call made them."""
@@ -223,7 +235,7 @@ class _Collector:
         self._modes.extend(dynamo.fake_modes_of(graph_module))
         region = Region(
             index=len(self._regions), graph=retrace(graph_module), original=graph_module, route=route,
-            code=dynamo.traced_code(),
+            code=dynamo.traced_code(), effects=dynamo.lasting_effects(),
         )  # fmt: skip
         reason = dynamo.break_reason(graph_module)
         if reason is not None:
@@ -243,9 +255,10 @@ class _Collector:
         live.regions = [region for region in self._regions if id(region.route) in ran]
         places = {id(region.route): place for place, region in enumerate(live.regions)}
         live.runs = [Run(places[id(route)], values) for route, values in self._seen]
+        live.results = live.regions[0].route.results if len(live.runs) == 1 and live.regions[0].route else None
         for region in self._regions:
             assert region.route is not None
-            region.route.seen = None
+            region.route.seen = region.route.results = None
         self._regions.clear()
         self._seen.clear()
 

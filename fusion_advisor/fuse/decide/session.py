@@ -164,32 +164,40 @@ class Bench:
             return None
         return self.record or (recorded if self.is_alone else None)
 
-    def observe(self, fusions: Sequence[PlannedFusion], also: Collection[int] = ()) -> None:
+    def observe(self, fusions: Sequence[PlannedFusion], also: Collection[int] = ()) -> Any:
         """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites.
 
         Args:
             fusions: of the captured graphs.
             also: further ops whose results are kept.
+
+        Returns:
+            What the last graph returns.
         """
         keep = {index for fusion in fusions for index in fusion.sites[0].given} | set(also)
         check = {index for fusion in fusions for site in fusion.sites for index in (*site.given, *site.outputs)}
-        self.observe_values(keep, check)
+        return self.observe_values(keep, check)
 
-    def observe_values(self, keep: set[int], check: set[int]) -> None:
+    def observe_values(self, keep: set[int], check: set[int]) -> Any:
         """Run the model once, op by op.
 
         Args:
             keep: ops whose results are kept.
             check: ops whose results' layouts are compared with the traced ones.
+
+        Returns:
+            What the last graph returns.
         """
+        results = None
         self.live.written.rewind()
         with torch.no_grad():
             for run in self.live.in_order():
                 region, index_of = self.live.regions[run.place], self.index_of[run.place]
                 observer = Observer(region, index_of, self.ops, keep=keep, check=check)
-                observer.run(*run.args)
+                results = observer.run(*run.args)
                 self.values.update(observer.values)
                 self.surprises.update(observer.surprises)
+        return results
 
     def first_site(self, fusion: PlannedFusion) -> tuple[OriginalChain, list[torch.Tensor]]:
         """Return the original ops of a fusion's first site and that site's own input tensors."""

@@ -8,7 +8,7 @@ is asked as before: the call's own tensors, global state, modes. Whatever differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -244,7 +244,8 @@ def direct_call(
         if not any(compiled.graph is graph or compiled.graph == graph for graph in graphs):
             continue
         if compiled.root.check(variables):
-            unchanged = _unchanged(compiled, frame, variables, in_words=in_words, with_lists=with_lists)
+            nodes = compiled.root.get_child_managers()
+            unchanged = unchanged_of(nodes, frame, variables, in_words=in_words, with_lists=with_lists)
             # Once more, so that all of it held after it was noted: another thread may have changed the model meanwhile.
             return DirectCall(frame, compiled, unchanged, in_words=in_words) if compiled.root.check(variables) else None
     return None
@@ -255,6 +256,11 @@ def _frame(model: torch.nn.Module, call: Callable[..., Any]) -> Frame | None:
     inner = compiled_code.innermost(call)
     if isinstance(inner, FunctionType):  # around a forward of torch's own; what it calls was looked through with its hooks
         return Frame(inner, ())
+    return frame_of(model)
+
+
+def frame_of(model: torch.nn.Module) -> Frame | None:
+    """Return the frame of a module's own forward; None where a call does more than run it."""
     forward: Any = model.forward
     if not isinstance(forward, MethodType) or forward.__self__ is not model or not compiled_code.has_plain_call(model):
         return None
@@ -262,17 +268,27 @@ def _frame(model: torch.nn.Module, call: Callable[..., Any]) -> Frame | None:
     return Frame(function, (model,)) if isinstance(function, FunctionType) else None
 
 
-def _unchanged(
-    compiled: CompiledCode, frame: Frame, variables: Mapping[str, Any], *, in_words: bool, with_lists: bool
-) -> Unchanged:
-    """Follow the guards of what every call has in common: the module, the closure, the globals."""
+def unchanged_of(
+    nodes: Iterable[Any], frame: Frame, variables: Mapping[str, Any], *, more: Iterable[tuple[Any, Any]] = (),
+    in_words: bool = True, with_lists: bool = True,
+) -> Unchanged:  # fmt: skip
+    """Follow the guards of what every call has in common: the module, the closure, the globals.
+
+    Args:
+        nodes: of the frame's variables and of its globals.
+        frame: of the call.
+        variables: of the frame.
+        more: further nodes with what each guards, the same for every call.
+        in_words: see :class:`Shortcut`.
+        with_lists: see :func:`direct_call`.
+    """
     common = {f"L['{name}']": variables[name] for name in frame.cells} | {"G": frame.function.__globals__}
     if frame.owner and frame.function.__code__.co_argcount:
         common[f"L['{frame.function.__code__.co_varnames[0]}']"] = frame.owner[0]
     found = Unchanged(in_words=in_words, with_lists=with_lists)
     for cell in frame.cells.values():
         found.read(cell, "cell_contents")
-    for node in compiled.root.get_child_managers():
+    for node in nodes:
         source = node.get_source()
         if source in common:
             found.begin_at(node, common[source])
@@ -280,6 +296,8 @@ def _unchanged(
             _follow_owner(found, node, frame.owner)
         elif source[3:-2] in variables:
             found.follow_classes(node, variables[source[3:-2]])
+    for node, value in more:
+        found.begin_at(node, value)
     found.finish()
     return found
 

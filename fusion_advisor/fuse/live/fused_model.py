@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -32,6 +33,7 @@ from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.serve import MOST_CALLS, ShapeTable, VerifiedCall
 from fusion_advisor.fuse.slot.in_place import TRANSFORMED, InPlace
+from fusion_advisor.fuse.start.untraced_call import UntracedCall
 from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo
 
 
@@ -84,14 +86,26 @@ class FusedModel(InPlace):
         """Ranges of sizes that are served: one table for each way to call the model."""
         self._objects: dict[int, Seen] = {}
         self._guard = ModuleGuard(model)
+        self.traced_because = ""
+        """Why a saved plan's model was traced again; empty where it was not."""
         captured = self._captured = None if live is None else live.compiled
-        if captured is None or captured.later is not None:
+        self._untraced: UntracedCall | None = None if live is None else live.untraced
+        self._compiled: Callable[..., Any]
+        if self._untraced is not None:
+            self._compiled = self._compiled_when_called
+            self._rewritten.redirect(regions, modules)
+        elif captured is None or captured.later is not None:
             self._compiled = dynamo.compiled_call(model, self._rewritten.backend)
         else:
             self._compiled, captured.later = captured.call, self._rewritten.backend
             self._rewritten.redirect(regions, modules)
         self._is_broken = False
         self._add(regions, modules, args, kwargs)
+        if self._untraced is not None:
+            self._untraced.otherwise = self._trace_again
+            (call,) = self._verified.values()
+            self._traced_call = replace(call)
+            call.shortcut, call.is_in_place = self._untraced, True
 
     def _add(
         self, regions: Sequence[Region], modules: Sequence[GraphModule], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -110,6 +124,18 @@ class FusedModel(InPlace):
             self._captured.later = None
 
     # ------------------------------------------------------------------ the call
+
+    def _compiled_when_called(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a call through dynamo, which a model that started without a trace has not needed yet."""
+        self._compiled = dynamo.compiled_call(self.model, self._rewritten.backend)
+        return self._compiled(*args, **kwargs)
+
+    @property
+    def started(self) -> str:
+        """How a saved plan was put in place: without a trace, or why the model was traced; empty where none was."""
+        if self.traced_because:
+            return f"The model was traced again: {self.traced_because}."
+        return "" if self._untraced is None else "The plan started without a trace."
 
     @property
     def exact_call(self) -> Callable[..., Any]:
@@ -212,6 +238,14 @@ class FusedModel(InPlace):
         if not verified.is_in_place:
             self._fallbacks.add("dynamo did not hand over the graphs that were verified")
         return result
+
+    def _trace_again(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor], objects: Sequence[Seen]
+    ) -> Any:
+        """Make a call that is no longer as the one that was traced: dynamo traces the model as it is now."""
+        assert self._untraced is not None
+        self.traced_because = self._untraced.why
+        return self._run_compiled(self._traced_call, args, kwargs, leaves, objects)
 
     def _refusal_at_once(self, verified: VerifiedCall | None, leaves: Sequence[torch.Tensor], why_not: str) -> str | None:
         """Say why nothing may be launched for a call, or None; what a launch in vain would not hurt is asked after it."""

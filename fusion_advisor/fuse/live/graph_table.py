@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fusion_advisor.capture.graph.fx_nodes import code_digests
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
 from fusion_advisor.fuse.slot.counters import Fallbacks
@@ -60,7 +61,7 @@ class GraphTable:
     def add(self, regions: Sequence[Region], modules: Sequence[GraphModule]) -> None:
         """Let rewritten graphs run in place of regions of one call."""
         for region, module in zip(regions, modules, strict=True):
-            key = (_code_of(region.original), _input_layouts(region.example_args))
+            key = (region.digests or code_digests(region.original), _input_layouts(region.example_args))
             self._by_code[key] = RewrittenGraph(module, region.names, is_whole=len(regions) == 1)
 
     def include(self, other: GraphTable) -> None:
@@ -86,7 +87,7 @@ class GraphTable:
 
     def backend(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Return the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
-        found = self._by_code.get((_code_of(graph_module), _input_layouts(example_inputs)))
+        found = self._by_code.get((code_digests(graph_module), _input_layouts(example_inputs)))
         if found is None:
             return self.other(graph_module, example_inputs)
         self._fake_modes += dynamo.fake_modes_of(graph_module)
@@ -113,11 +114,6 @@ class GraphTable:
         """Drop the weak references that dynamo's traces keep to the tensors that were traced."""
         fake_mode.forget_real_tensors(self._fake_modes)
         self._fake_modes.clear()
-
-
-def _code_of(graph_module: GraphModule) -> tuple[str, ...]:
-    """Return the code of a graph and of the graphs inside it: the branches of ``torch.cond`` stand in none but their own."""
-    return tuple(module.code for module in graph_module.modules() if isinstance(module, GraphModule))
 
 
 def _input_layouts(values: Any) -> tuple[Any, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse.direct import words
+from fusion_advisor.fuse.direct.code_guard import WatchedCode
 from fusion_advisor.fuse.direct.words import Words
-from fusion_advisor.fuse.live.code_guard import WatchedCode
 from fusion_advisor.runtime.output_hooks import collectors_of, is_collecting
 from fusion_advisor.runtime.torch_internals import module_call
 

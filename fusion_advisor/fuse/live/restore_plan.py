@@ -10,7 +10,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -51,6 +51,9 @@ from fusion_advisor.fuse.stages.linear_kernels import Made, build
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
 from fusion_advisor.fuse.stages.try_epilogues import Placed
 from fusion_advisor.fuse.stages.try_layout_change import change_again
+from fusion_advisor.fuse.start.guard_tree import Differs
+from fusion_advisor.fuse.start.made_again import Started, start_again
+from fusion_advisor.fuse.start.record import write_start
 from fusion_advisor.records import Capture, Report, Status, WarmUp
 from fusion_advisor.records.serialize import write_capture, write_report
 from fusion_advisor.runtime.deep_stack import in_one_piece
@@ -121,6 +124,7 @@ def measure_warm_up(
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
         write_capture(capture, Path(folder) / "capture.json.gz")
         write_report(report, Path(folder) / "report.json")
+        write_start(loaded, bench.live, Path(folder))
         bench.wait()
         gc.collect()  # what this run has made so far is no other process's to walk: 0.6 s of it were counted once
         started = time.perf_counter()
@@ -160,7 +164,7 @@ def _applied_on_all(
 
 def put_together(
     loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, *, build_linear: Callable[..., Made] = build,
-    group_kernels: MakesKernels = join_by_torch, with_lines: bool = False,
+    group_kernels: MakesKernels = join_by_torch, with_lines: bool = False, may_start: bool = False,
 ) -> Restored:  # fmt: skip
     """Capture the model again and build a plan's kernels for it; the model itself stays as it is.
 
@@ -171,10 +175,17 @@ def put_together(
         build_linear: builds a kernel of a linear at a configuration.
         group_kernels: makes the kernels in which ranks meet.
         with_lines: note the source lines of each op, which takes an eighth longer.
+        may_start: take the graph that the run stored, where the model is as it was, in place of a trace.
 
     Raises:
         PlanMismatch: the model gives another graph, or a kernel's numbers no longer pass.
     """
+    reason = ""
+    if may_start:
+        restored = _without_trace(loaded, saved, clock, build_linear)
+        if isinstance(restored, Restored):
+            return restored
+        reason = restored
     with clock.phase("capture"):
         bench = _captured(loaded, saved, with_lines=with_lines)
         if first_difference(saved.capture.ops, bench.ops) is not None:
@@ -182,13 +193,39 @@ def put_together(
             detail = named_site(saved.fusions, *difference) if difference else "the model gives another graph each time"
             raise PlanMismatch(run=saved.run_dir.name, detail=detail)
     with clock.phase("kernels"):
-        return _restored(bench, loaded, saved, build_linear, group_kernels)
+        return replace(_restored(bench, loaded, saved, build_linear, group_kernels), traced_because=reason)
+
+
+def _without_trace(
+    loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, build_linear: Callable[..., Made]
+) -> Restored | str:
+    """Build a plan's kernels on the graph that its run stored; return a reason where the model has to be traced."""
+    if dist.is_initialized() or saved.sums:
+        return "the step is one of several ranks'"
+    if saved.report.shapes is not None:
+        return "the plan serves ranges of sizes"
+    if isinstance(saved.start, str):
+        return saved.start
+    try:
+        with clock.phase("capture"):
+            started = start_again(loaded, dict(saved.start))
+            drop_layouts(started.live, but=saved.rewrites)
+            bench = Bench(started.live, on_cuda=saved.capture.environment.device_kind == "cuda")
+            difference = first_difference(saved.capture.ops, bench.ops)
+            if difference is not None:
+                return f"the stored graph is not the plan's: {difference[1]}"
+        with clock.phase("kernels"):
+            return _restored(bench, loaded, saved, build_linear, join_by_torch, started)
+    except Differs as different:
+        return str(different)
 
 
 def _put_in(
     loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, build_linear: Callable[..., Made], group_kernels: MakesKernels
 ) -> FusedModel:
-    restored = put_together(loaded, saved, clock, build_linear=build_linear, group_kernels=group_kernels)
+    restored = put_together(
+        loaded, saved, clock, build_linear=build_linear, group_kernels=group_kernels, may_start=True
+    )  # fmt: skip
     with clock.phase("install"):
         bench, plan, live = restored.bench, restored.plan, restored.live
         variant = restored.variant(saved)
@@ -198,7 +235,8 @@ def _put_in(
             graphs=Graphs(CudaRecorder()) if has_graph else None, plan=plan, live=live,
         )  # fmt: skip
         live.written.restore()
-        fused.report = saved.report
+        fused.report, fused.traced_because = saved.report, restored.traced_because
+        clock.progress.note(fused.started)
         return fused.apply()
 
 
@@ -211,6 +249,8 @@ class Restored:
     bench: Bench
     linears: list[BuiltLinear]
     plan: ReusablePlan
+    traced_because: str = ""
+    """Why the model was traced; empty where it was not, or where nobody asked for that."""
 
     def variant(self, saved: SavedPlan) -> Variant:
         """Return the graphs with everything in them that the plan kept.
@@ -222,8 +262,9 @@ class Restored:
 
 
 def _restored(
-    bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_linear: Callable[..., Made], group_kernels: MakesKernels
-) -> Restored:
+    bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_linear: Callable[..., Made], group_kernels: MakesKernels,
+    started: Started | None = None,
+) -> Restored:  # fmt: skip
     """Change the graphs as the plan did, and build and check its kernels on them."""
     fusions, live = list(saved.fusions), bench.live
     free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
@@ -242,7 +283,10 @@ def _restored(
     kinds = find_kinds(bench, members_of(sums)) if saved.linears else []
     firsts = [*(one.place for one in placed[:1]), *(kind.places[0] for kind in kinds)]
     # Op by op the host takes a tenth of a second for a step of 28 layers, so it is run once for all kernels.
-    bench.observe(fusions, also=[index for place in firsts for index in place.inputs])
+    results = bench.observe(fusions, also=[index for place in firsts for index in place.inputs])
+    if started is not None:
+        started.compare(results)
+    del results
     built = build_fusions(bench, fusions, saved)
     gemvs = build_linears(bench, kinds, saved, build_linear)
     linears = [*build_epilogues(bench, placed, saved, fast_math=fast_math), *sums, *gemvs]

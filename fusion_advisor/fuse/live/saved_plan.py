@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fusion_advisor.errors import AdvisorError, UnreadableReport
 from fusion_advisor.fuse.live.specialize import FEW_ROWS, gemm_rows
@@ -13,6 +14,7 @@ from fusion_advisor.fuse.passes.registry import REWRITES, kept_ids
 from fusion_advisor.fuse.plan.plan import PlannedFusion, recall
 from fusion_advisor.fuse.rewrite.collective_kernels import TITLES as SUM_TITLES
 from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
+from fusion_advisor.fuse.start.record import read_start
 from fusion_advisor.records import Capture, Fusion, GraphRewrite, Match, Report, Status
 from fusion_advisor.records.serialize import read_capture, read_report
 from fusion_advisor.records.soundness import Unsound, check_plan
@@ -28,6 +30,8 @@ class SavedPlan:
     report: Report
     fusions: tuple[PlannedFusion, ...]
     """Kept chain fusions, with their programs and sites."""
+    start: Mapping[str, Any] | str = "the plan was not read from a run"
+    """What it needs to start without a trace, or why that cannot be."""
 
     @property
     def rewrites(self) -> Mapping[str, GraphRewrite]:
@@ -101,4 +105,4 @@ def _load(folder: Path) -> SavedPlan:
     except Exception as error:  # lowering trusts a graph that we captured; this one was changed since
         detail = f"its chains cannot be made of the ops in capture.json.gz ({type(error).__name__}: {error})"
         raise UnreadableReport(name=folder / "report.json", detail=detail) from error
-    return SavedPlan(run_dir=folder, capture=capture, report=report, fusions=fusions)
+    return SavedPlan(run_dir=folder, capture=capture, report=report, fusions=fusions, start=read_start(folder))

@@ -22,6 +22,7 @@ from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.shapes.call_form import CallParts, Row, sizes_in
 from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
+from fusion_advisor.fuse.start.untraced_call import UntracedCall
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import is_object
 
@@ -238,7 +239,7 @@ class VerifiedCall:
     is_in_place: bool = False
     piece: ServedPiece | None = None
     may_record: bool = True
-    shortcut: Shortcut | None = None
+    shortcut: Shortcut | UntracedCall | None = None
 
 
 class ShapeTable:

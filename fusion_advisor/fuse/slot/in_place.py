@@ -61,6 +61,11 @@ class InPlace:
         return self.model(*args, **kwargs)
 
     @property
+    def started(self) -> str:
+        """How a saved plan was put in place: without a trace, or why the model was traced; empty where none was."""
+        return ""
+
+    @property
     def fallbacks(self) -> dict[str, int]:
         """Why calls ran the original ops, and how often."""
         return self._fallbacks.counts
@@ -81,6 +86,7 @@ class InPlace:
             return None
         lines = ["What was kept is in place." if self.is_applied else "Nothing is in place: the model runs its own ops."]
         lines += [] if self.graphs is None or not self.graphs.recordings else [self.graphs.summary]
+        lines += [self.started] if self.started else []
         lines += [f"{count} of its calls ran the original ops: {reason}." for reason, count in self.fallbacks.items()]
         shown: str = show(*lines)
         return shown

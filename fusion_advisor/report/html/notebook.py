@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import Fusion, GraphRewrite, Report
-from fusion_advisor.report import baseline_rows, quality, shared_rows, tables
-from fusion_advisor.report.headline import headline
-from fusion_advisor.report.html.page import environment
-from fusion_advisor.report.terminal import layout, result
-from fusion_advisor.report.training import rows as training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import pandas
+
+    from fusion_advisor.report import tables
+    from fusion_advisor.report.terminal import layout
 
 MAX_ROWS = 20
 _MOST_WARNINGS = 5
@@ -62,6 +60,13 @@ def to_html(report: Report, *notes: str) -> str:
         report: any report.
         *notes: sentences that the report does not know, as whether the rewrites are in place now.
     """
+    # What shows a report is loaded when one is shown: a saved plan that is put in place would wait 0.1 s for it.
+    from fusion_advisor.report import baseline_rows, quality, shared_rows, tables
+    from fusion_advisor.report.headline import headline
+    from fusion_advisor.report.html.page import environment
+    from fusion_advisor.report.terminal import result
+    from fusion_advisor.report.training import rows as training
+
     tried: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
     columns = sorted(result.result_columns(report), key=_place)
     count = len(columns[0].cells)
@@ -91,6 +96,8 @@ def to_frame(report: Report, name: str | None = None) -> pandas.DataFrame:
     """Return a table of a report as a pandas frame; see :meth:`NotebookReport.to_frame`."""
     import pandas
 
+    from fusion_advisor.report import tables
+
     chosen = tables.result_name(report) if name is None else name
     if chosen not in tables.NAMES:
         raise UsageError(detail=f"a report has no table `{chosen}`", help=f"use one of {', '.join(tables.NAMES)}")
@@ -108,6 +115,8 @@ def _place(column: layout.Column) -> int:
 
 
 def _tone(column: layout.Column, at: int) -> str:
+    from fusion_advisor.report.terminal import layout
+
     style = column.cell_styles[at] if column.cell_styles else ""
     return next((tone for tone, colour in layout.TONES.items() if colour == style), "plain")
 

@@ -10,11 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config
-from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -75,6 +70,11 @@ def with_backward(
         prepare: changes the graph of both passes before it is parted, or tags what the second computes again.
         watch: returns inputs of the graph of both passes that may not be written between them, though the second reads none.
     """
+    # AOTAutograd brings in networkx: 0.13 to 0.3 s, which no start of a saved plan is to wait for.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
     takes_none = [False]
 
     def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
@@ -200,6 +200,8 @@ def _partitioned(
                 kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if prepare is not None:
         prepare(joint)
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     watched = [node.name for node in watch(joint)]
     forward, backward = min_cut_rematerialization_partition(joint, *args, **more)
     for name in watched:
@@ -290,6 +292,8 @@ def output_of_gradient(node: Node) -> int | None:
         None for another input, and for the gradient of what no output is itself: the base of views, a tensor that is written.
     """
     about = node.meta.get("desc")
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
+
     if not isinstance(about, TangentAOTInput) or not isinstance(about.output, PlainAOTOutput):
         return None
     return about.output.idx

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -139,6 +140,19 @@ def trusts_tensors_in_dicts() -> bool:
 def is_stance_default() -> bool:
     """Whether nobody told dynamo to run eager for a while (``torch.compiler.set_stance``), and nothing is being traced."""
     return torch._dynamo.eval_frame._stance.stance == "default" and torch._C._get_tracing_state() is None
+
+
+def global_state() -> dict[str, Any]:
+    """Return what dynamo guards of torch's global state, but for the gradient mode and the number of threads."""
+    state: Any = dynamo_guards.GlobalStateGuard()
+    found: dict[str, Any] = json.loads(state.__getstate__())
+    return {name: value for name, value in found.items() if name not in ("grad_mode", "num_threads")}
+
+
+def global_state_check() -> Callable[[], bool]:
+    """Return a check that torch's global state, the gradient mode included, is as it is now."""
+    check: Callable[[], bool] = dynamo_guards.GlobalStateGuard().check
+    return check
 
 
 def has_plain_call(module: torch.nn.Module) -> bool:

@@ -27,6 +27,11 @@ def is_mode_active() -> bool:
     return count > 0 and any(type(torch._C._get_function_stack_at(place)) is not DeviceContext for place in range(count))
 
 
+def is_function_mode_on() -> bool:
+    """Whether any ``TorchFunctionMode`` is active, ``torch.device`` among them."""
+    return torch._C._len_torch_function_stack() > 0
+
+
 def is_transformed() -> bool:
     """Whether ops are under a transform of ``torch.func`` (vmap, grad, jvp) or carry forward-mode derivatives.
 

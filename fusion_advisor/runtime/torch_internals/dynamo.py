@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-import torch._dynamo.repro.after_dynamo  # the first torch.compile of a process loads it: 0.14 to 0.3 s, most of it networkx
+import torch._dynamo
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
 from torch._dynamo.eval_frame import skip_code
 from torch._guards import TracingContext
@@ -85,6 +85,45 @@ def traced_code() -> tuple[CodeType, ...]:
     Dynamo guards the functions that it finds by name in a module's globals. It does not guard those that it finds in a class.
     """
     return tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
+
+
+def lasting_effects() -> tuple[str, ...]:
+    """Return what the call that the backend has in hand leaves behind in Python, beside its result and its tensors.
+
+    Dynamo runs the graph and then makes what the call did to lists, dicts and attributes good. What a call sets to what it was
+    leaves nothing behind, nor does what it puts into its own ``**kwargs``.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tx = InstructionTranslator.current_tx()
+    effects = tx.output.side_effects
+    found = ["random numbers of Python's own"] if getattr(tx.output, "random_calls", None) else []
+    found += ["hooks of tensors"] if effects.tensor_hooks or effects.save_for_backward else []
+    code = tx.output.root_tx.f_code
+    names = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    own = code.co_varnames[names : names + bool(code.co_flags & inspect.CO_VARKEYWORDS)]
+    for var in effects.id_to_variable.values():
+        kind = type(var.mutation_type).__name__
+        if kind in ("AttributeMutationNew", "ValueMutationNew") or not effects.is_modified(var):
+            continue
+        name = getattr(var.source, "local_name", None)
+        is_call_own = name is not None and kind == "ValueMutationExisting" and name in own
+        if not is_call_own and not _sets_what_is_there(var, effects.store_attr_mutations.get(var, {})):
+            found.append(f"a {type(getattr(var, 'value', var)).__name__}")
+    return tuple(found)
+
+
+def _sets_what_is_there(var: Any, changes: dict[str, Any]) -> bool:
+    """Whether each attribute that is set has that value already."""
+    if not changes or not hasattr(var, "value"):
+        return False
+    for name, new in changes.items():
+        if not new.is_python_constant():
+            return False
+        value, there = new.as_python_constant(), getattr(var.value, name, var)
+        if type(value) is not type(there) or value != there:
+            return False
+    return True
 
 
 def fake_modes_of(graph_module: torch.fx.GraphModule) -> list[Any]:

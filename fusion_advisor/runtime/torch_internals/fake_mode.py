@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -169,3 +169,35 @@ def forget_real_tensors(modes: Iterable[Any]) -> None:
         converter = mode.fake_tensor_converter.meta_converter
         converter.describer.lookup_tensor.clear()
         converter.describer.lookup_storage.clear()
+
+
+def laid_out(
+    layouts: Sequence[Sequence[Any]], storages: Sequence[int], device: torch.device, dtype_of: Callable[[str], torch.dtype]
+) -> list[torch.Tensor]:
+    """Return fake tensors of given layouts, all of one new mode; those of one storage share it.
+
+    Args:
+        layouts: of each its storage's place, offset, sizes, strides, dtype's name and kind of device.
+        storages: bytes of each.
+        device: of the model; its kind's number is that of the tensors.
+        dtype_of: returns a dtype by its name.
+
+    Raises:
+        ValueError, IndexError, RuntimeError: a layout that no tensor has, or that lies outside of its storage.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    mode = FakeTensorMode()
+    memory = [torch.UntypedStorage(nbytes, device="meta") for nbytes in storages]
+    found: list[torch.Tensor] = []
+    with torch.no_grad():
+        for place, offset, shape, stride, name, kind in layouts:
+            if kind not in ("cpu", device.type) or place < 0:
+                raise ValueError(f"a tensor on {kind}")
+            dtype = dtype_of(name)
+            reach = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
+            if min((offset, *shape, *stride), default=0) < 0 or reach * dtype.itemsize > storages[place]:
+                raise ValueError("a layout outside of its storage")
+            elem = torch.empty(0, dtype=dtype, device="meta").set_(memory[place], offset, shape, stride)
+            found.append(FakeTensor(mode, elem, device if kind == device.type else torch.device("cpu")))
+    return found

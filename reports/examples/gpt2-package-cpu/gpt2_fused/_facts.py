@@ -41,23 +41,24 @@ def facts(model: torch.nn.Module, known: Mapping[str, list[str]] | None = None) 
     }
 
 
-def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def differences(expected: dict[str, Any], found: dict[str, Any], made: str = "exported") -> list[str]:
     """Return in what a model differs from the exported one, one sentence for each.
 
     Args:
         expected: facts of the exported model.
         found: facts of a model.
+        made: what was done with the first one.
     """
     lines = []
     for title, key in (("class", "class"), ("device", "device")):
         if expected[key] != found[key]:
-            lines.append(f"{title}: {found[key]}, exported from {expected[key]}")
+            lines.append(f"{title}: {found[key]}, {made} from {expected[key]}")
     words = {"config": "config.", "modules": "module ", "tensors": "", "code": "source of "}
     for key, word in words.items():
         for name in sorted({*expected[key], *found[key]}):
             there, here = (_compared(key, one[key].get(name, "absent")) for one in (expected, found))
             if there != here:
-                lines.append(_difference(f"{word}{name or 'model'}", here, there))
+                lines.append(_difference(f"{word}{name or 'model'}", here, there, made))
     return lines
 
 
@@ -65,13 +66,13 @@ def _compared(key: str, fact: Any) -> Any:
     return fact[-1] if key == "code" and fact != "absent" else fact  # its file may have changed elsewhere
 
 
-def _difference(title: str, here: Any, there: Any) -> str:
+def _difference(title: str, here: Any, there: Any, made: str) -> str:
     if isinstance(here, dict) and isinstance(there, dict):
         names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
         here, there = ({name: one.get(name) for name in names} for one in (here, there))
     if title.startswith("source of "):
-        return f"{title} is another than when it was exported"
-    return f"{title}: {here}, exported with {there}"
+        return f"{title} is another than when it was {made}"
+    return f"{title}: {here}, {made} with {there}"
 
 
 def _module(module: torch.nn.Module) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class WatchedCode:
         self._kinds += _kinds_inside(model, outside)
         for owner, name in places:
             self._watch(vars(owner), name, f"{owner.__qualname__}.{name}")
-        found = (one for owner, name in places for one in _functions(vars(owner)[name]))
+        found = (one for owner, name in places for one in functions_in(vars(owner)[name]))
         self.functions = list({id(one): one for one in found if one.__code__ in traced and not _is_torchs(one)}.values())
         self._codes = list(map(_code, self.functions))
         self.classes = tuple(dict.fromkeys((*_bases(self._kinds), *outside)))
@@ -92,6 +92,12 @@ class WatchedCode:
             self._sizes = list(map(len, self._bases))
         return None
 
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        """Yield each class's attributes that lead to the code, by the class's full name and the attribute's, as they were."""
+        for (kind, name), value in self._resolved.items():
+            yield f"{kind.__module__}.{kind.__qualname__}.{name}", value
+        yield from zip(self._titles, self._values, strict=True)
+
     def _rows(self) -> Iterator[tuple[str, Mapping[str, Any], str, Any]]:
         return zip(self._titles, self._spaces, self._names, self._values, strict=True)
 
@@ -108,7 +114,7 @@ def _names_of(owner: type, traced: set[CodeType]) -> list[str]:
 
 def _leads_to(value: Any, traced: set[CodeType]) -> bool:
     """Whether traced code is at the end of an attribute: one decorator's code stands around functions that were not traced."""
-    functions = list(_functions(value))
+    functions = list(functions_in(value))
     inner = [one for one in functions if not any(other in functions for other in _inside(one))]
     return any(one.__code__ in traced and not _is_torchs(one) for one in inner)
 
@@ -118,8 +124,13 @@ def _is_torchs(function: FunctionType) -> bool:
     return function.__code__.co_filename.startswith(_TORCH)
 
 
-def _functions(value: Any, depth: int = 0) -> Iterator[FunctionType]:
-    """Yield the Python functions that an attribute leads to: through properties, partials and decorators."""
+def functions_in(value: Any, depth: int = 0) -> Iterator[FunctionType]:
+    """Yield the Python functions that an attribute leads to: through properties, partials and decorators.
+
+    Args:
+        value: the attribute.
+        depth: of decorators around it.
+    """
     if depth > _DEEPEST:
         return
     if isinstance(value, FunctionType):
@@ -134,7 +145,7 @@ def _functions(value: Any, depth: int = 0) -> Iterator[FunctionType]:
     else:
         return
     for one in inside:
-        yield from _functions(one, depth + 1)
+        yield from functions_in(one, depth + 1)
 
 
 def _inside(function: FunctionType) -> list[Any]:
@@ -170,7 +181,7 @@ def _holders(traced: set[CodeType], kinds: Iterable[type]) -> Iterator[tuple[typ
             if not isinstance(owner, type):
                 continue
             name = f"_{path[-1].lstrip('_')}{last}" if path and last.startswith("__") and not last.endswith("__") else last
-            if name in vars(owner) and any(one.__code__ is code for one in _functions(vars(owner)[name])):
+            if name in vars(owner) and any(one.__code__ is code for one in functions_in(vars(owner)[name])):
                 yield owner, name
                 break
 

@@ -1,0 +1,258 @@
+"""A captured graph of ATen ops in plain data, and the same graph made again.
+
+Ops are named in full and looked up among torch's own; no code is read from a file. Layouts stand in a table, with a number for
+each storage, so that what shares memory shares it again. Constants are written as bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion_advisor.capture.graph.fx_nodes import module_path
+from fusion_advisor.capture.graph.layout_copies import LAID_OUT
+from fusion_advisor.capture.graph.split_bias import WRITTEN_OUT
+from fusion_advisor.capture.series.as_images import SHOWN_FOR
+from fusion_advisor.fuse.start.described import CannotDescribe
+from fusion_advisor.runtime.torch_internals import fake_mode, fx_trace, tensor_memory
+
+_MARKS = (LAID_OUT, WRITTEN_OUT, SHOWN_FOR)
+"""What rewrites of layouts leave on nodes."""
+_MOST_BYTES = 2**25
+"""Of constants."""
+_FILES = {"from_file"}
+"""Ops of ATen's that open a file: none is run by its name from a file."""
+_PLACES = ("dtype", "device", "layout", "memory_format")
+_LAYOUTS = {"strided": torch.strided}
+_FORMATS = {
+    str(one).removeprefix("torch."): one
+    for one in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+}
+
+
+# -- to plain data -----------------------------------------------------------------------------------------------------------
+
+
+def encode_graph(module: GraphModule) -> dict[str, Any]:
+    """Describe a graph.
+
+    Args:
+        module: as captured, with the layouts of its values.
+
+    Raises:
+        CannotDescribe: it holds what no file of ours can.
+    """
+    number = {node: place for place, node in enumerate(module.graph.nodes)}
+    writer = _Writer(number)
+    nodes = [writer.row(node) for node in module.graph.nodes]
+    names = dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
+    constants = {name: _constant(name, getattr(module, name, None)) for name in names}
+    if sum(len(one["data"]) for one in constants.values()) > _MOST_BYTES:
+        raise CannotDescribe(f"constants of more than {_MOST_BYTES:,} bytes")
+    return {"nodes": nodes, "layouts": writer.layouts, "storages": writer.storages, "constants": constants}
+
+
+class _Writer:
+    def __init__(self, number: dict[Node, int]) -> None:
+        self._number = number
+        self._known: dict[str, int] = {}
+        self._storage: dict[int, int] = {}
+        self.layouts: list[list[Any]] = []
+        self.storages: list[int] = []
+
+    def row(self, node: Node) -> list[Any]:
+        """Describe a node: op, name, target, arguments, layouts, module, marks."""
+        target = str(node.target) if node.op in ("placeholder", "get_attr", "output") else _target_name(node.target)
+        marks = {name: node.meta[name] for name in _MARKS if name in node.meta}
+        if not all(isinstance(value, bool | str) for value in marks.values()):
+            raise CannotDescribe("a mark of another kind")
+        given = [self._argument(one) for one in node.args]
+        named = {name: self._argument(one) for name, one in node.kwargs.items()}
+        return [node.op, node.name, target, given, named, self._value(node.meta.get("val")), module_path(node), marks]
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            return {"node": self._number[value]}
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": value.hex()}
+        if isinstance(value, list | tuple):
+            return [self._argument(item) for item in value]
+        if isinstance(value, torch.device):
+            return {"device": value.type}
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            kind = "memory_format" if isinstance(value, torch.memory_format) else type(value).__name__
+            return {kind: str(value).removeprefix("torch.")}
+        raise CannotDescribe(f"an argument that is a {type(value).__name__}")
+
+    def _value(self, value: Any) -> Any:
+        """Return the place of a value's layout; a list for several, None for none."""
+        if value is None:
+            return None
+        if isinstance(value, list | tuple):
+            return [self._value(item) for item in value]
+        if not isinstance(value, torch.Tensor) or not fake_mode.is_plain_fake(value) or value.is_neg() or value.is_conj():
+            raise CannotDescribe(f"a value that is a {type(value).__name__}")
+        key = tensor_memory.storage_key(value)
+        if key not in self._storage:
+            self._storage[key] = len(self.storages)
+            self.storages.append(value.untyped_storage().nbytes())
+        where = [self._storage[key], value.storage_offset(), list(value.shape), list(value.stride())]
+        row = [*where, str(value.dtype).removeprefix("torch."), value.device.type]
+        if str(row) not in self._known:
+            self._known[str(row)] = len(self.layouts)
+            self.layouts.append(row)
+        return self._known[str(row)]
+
+
+def _target_name(target: Any) -> str:
+    if target is operator.getitem:
+        return "getitem"
+    if not isinstance(target, torch._ops.OpOverload):
+        raise CannotDescribe(f"an op that is a {getattr(target, '__name__', type(target).__name__)}")
+    name = str(target)
+    _op_of(name)
+    return name
+
+
+def _constant(name: str, value: Any) -> dict[str, Any]:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or fake_mode.is_fake(value) or value.layout != torch.strided:
+        raise CannotDescribe(f"its constant `{name}` is a {type(value).__name__}")
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = base64.b64encode(flat.numpy().tobytes()).decode()
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(value.shape), "stride": list(value.stride()), "device": value.device.type, "data": data}
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------------
+
+
+def decode_graph(data: dict[str, Any], device: torch.device) -> GraphModule:
+    """Make a graph from its description.
+
+    Args:
+        data: from :func:`encode_graph`, or from whoever wrote the file.
+        device: of the model.
+
+    Raises:
+        CannotDescribe: it names an op or a dtype that torch does not have.
+        LookupError, TypeError, ValueError, RuntimeError: it is no such description.
+    """
+    root = torch.nn.Module()
+    for name, row in data["constants"].items():
+        if not str(name).isidentifier() or hasattr(root, name):
+            raise CannotDescribe(f"a constant named {name!r:.60}")
+        root.register_buffer(name, _tensor(row, device))
+    values = fake_mode.laid_out(data["layouts"], data["storages"], device, _dtype)
+    reader = _Reader(device)
+    graph = Graph()
+    made: list[Node] = []
+    targets: dict[str, Callable[..., Any]] = {}
+    for op, name, target, given, named, value, path, marks in data["nodes"]:
+        if op == "call_function":
+            called: Any = targets[target] if target in targets else targets.setdefault(target, _op_of(target))
+        elif op in ("placeholder", "get_attr", "output"):
+            called = target
+        else:
+            raise CannotDescribe(f"a node that is a {op!r:.40}")
+        arguments = tuple(reader.read(one, made) for one in given)
+        node = graph.create_node(op, called, arguments, {key: reader.read(one, made) for key, one in named.items()}, name)
+        if value is not None:
+            node.meta["val"] = _valued(value, values)
+        if path:
+            node.meta["nn_module_stack"] = {path: (path, "")}
+        node.meta.update({key: marks[key] for key in _MARKS if key in marks})
+        made.append(node)
+    return fx_trace.lazy_graph_module(root, graph, class_name="Captured")
+
+
+class _Reader:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self, value: Any, made: list[Node]) -> Any:
+        if isinstance(value, list):
+            return [self.read(item, made) for item in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        if kind == "node":
+            return made[content]
+        if kind == "float":
+            return float.fromhex(content)
+        if kind == "dtype":
+            return _dtype(content)
+        if kind == "device":
+            return on_device(content, self._device)
+        return (_LAYOUTS if kind == "layout" else _FORMATS)[content]
+
+
+def on_device(kind: str, device: torch.device) -> torch.device:
+    """Return a device by its kind: the model's own, or the CPU."""
+    if kind not in ("cpu", device.type):
+        raise CannotDescribe(f"a tensor on {kind!r:.20}")
+    return device if kind == device.type else torch.device("cpu")
+
+
+def _valued(value: Any, values: list[torch.Tensor]) -> Any:
+    return tuple(None if item is None else _valued(item, values) for item in value) if isinstance(value, list) else values[value]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise CannotDescribe(f"a dtype {name!r:.40}")
+    return found
+
+
+def _op_of(name: str) -> Callable[..., Any]:
+    """Return an op of ATen's by its full name.
+
+    Raises:
+        CannotDescribe: there is none, or it is one of those that open files.
+    """
+    if name == "getitem":
+        return operator.getitem
+    space, *rest = name.split(".")
+    if space != "aten" or len(rest) != 2 or rest[0] in _FILES:
+        raise CannotDescribe(f"the op {name!r:.80}, which is none of ATen's")
+    packet = getattr(torch.ops.aten, rest[0], None)
+    found = getattr(packet, rest[1], None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
+    if not isinstance(found, torch._ops.OpOverload):
+        raise CannotDescribe(f"the op {name!r:.80}, which torch does not have")
+    return found
+
+
+def _tensor(row: dict[str, Any], device: torch.device) -> torch.Tensor:
+    raw, dtype = bytearray(base64.b64decode(row["data"], validate=True)), _dtype(row["dtype"])
+    shape, stride = [int(size) for size in row["shape"]], [int(step) for step in row["stride"]]
+    count = math.prod(shape)
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    if flat.numel() != count or any(size < 0 for size in shape):
+        raise CannotDescribe("a constant of another size than its bytes")
+    dense = flat.reshape(shape)
+    if list(dense.stride()) != stride and count:
+        laid = torch.empty_strided(shape, stride, dtype=dtype) if _is_dense(shape, stride) else None
+        if laid is None:
+            raise CannotDescribe("a constant with gaps")
+        dense = laid.copy_(dense)
+    return dense.to(on_device(row["device"], device))
+
+
+def _is_dense(shape: list[int], stride: list[int]) -> bool:
+    """Whether strides place each element once, without gaps."""
+    expected = 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True

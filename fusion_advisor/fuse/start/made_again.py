@@ -1,0 +1,190 @@
+"""Makes a capture from a file, where this process's model and call are those that were traced; says what differs where not.
+
+Beside the facts of the model, the model's own ops run once: what they write is watched as for any capture, the classes of their
+output are used for ours, and the graph's results are compared with theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fusion_advisor.capture.graph.side_effects import written_by
+from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Route, Run, refuse_own_ops
+from fusion_advisor.export.copied import model_facts
+from fusion_advisor.fuse.direct.code_guard import WatchedCode
+from fusion_advisor.fuse.direct.direct_call import frame_of
+from fusion_advisor.fuse.start.code_facts import attributes, find
+from fusion_advisor.fuse.start.described import CannotDescribe
+from fusion_advisor.fuse.start.graph_text import decode_graph
+from fusion_advisor.fuse.start.guard_tree import Differs, pattern
+from fusion_advisor.fuse.start.outputs import Make, form_of, furthest, maker, without_places
+from fusion_advisor.fuse.start.record import has_hooks, leaves_of, versions
+from fusion_advisor.fuse.start.tree_text import decode_tree
+from fusion_advisor.fuse.start.untraced_call import Traced, UntracedCall, tensor_of
+from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, module_call
+from fusion_advisor.workload.load import LoadedWorkload
+
+
+class Started:
+    """A capture that was made without a trace.
+
+    Attributes:
+        live: the capture.
+    """
+
+    def __init__(self, live: LiveCapture, expected: dict[int, torch.Tensor]) -> None:
+        self.live = live
+        self._expected = expected
+
+    def compare(self, results: Any) -> None:
+        """Compare what the graph returned with what the model's own ops returned, and forget the latter.
+
+        Args:
+            results: of the graph, op by op.
+
+        Raises:
+            Differs: they are too far apart.
+        """
+        found = results if isinstance(results, tuple | list) else [results]
+        expected, self._expected = self._expected, {}
+        problem = furthest([found[number] for number in expected], list(expected.values()))
+        if problem:
+            raise Differs(f"the stored graph computes something else: {problem}")
+
+
+def start_again(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
+    """Make a capture from a file.
+
+    Args:
+        loaded: the model, and a call like the one that was traced.
+        start: from :func:`fusion_advisor.fuse.start.record.read_start`.
+
+    Raises:
+        Differs: the model, its code, the call or a version is another one, or the file is none of ours.
+        CannotCapture: the model is one that no capture takes.
+    """
+    refuse_own_ops(loaded.model, loaded.args, loaded.kwargs, loaded.record.model_id)
+    try:
+        with torch.no_grad():
+            return _started(loaded, start)
+    except CannotDescribe as error:
+        raise Differs(str(error)) from error
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, OverflowError) as error:
+        # The file is read as what we wrote; somebody may have changed it.
+        raise Differs(f"start.json.gz does not fit this model ({type(error).__name__}: {error})"[:200]) from error
+
+
+def _started(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
+    model, args, kwargs = loaded.model, loaded.args, loaded.kwargs
+    _compare_surroundings(model, start)
+    named = dict(leaves_of(args, kwargs))
+    leaves = list(named.values())
+    names, alike, gradients = start["leaves"]
+    if names != list(named) or pattern(leaves) != alike or [one.requires_grad for one in leaves] != gradients:
+        raise Differs("the call passes other tensors, in another order, or such that ask for gradients")
+    outputs: list[Any] = []
+    original = module_call.original_call(model)
+
+    def call() -> None:
+        outputs[:] = [original(*args, **kwargs)]
+
+    written = written_by(call, model, args, kwargs, model_id=loaded.record.model_id)
+    if written.attributes or written.modules or written.contents or written.made:
+        raise Differs("the call sets attributes of the model or of what it is given")
+    code = find(start["code"])
+    _compare_attributes(start["attributes"], attributes(WatchedCode(model, code)))
+    frame = frame_of(model)
+    if frame is None:
+        raise Differs("its forward is another one than its class's, or a call runs hooks")
+    device = torch.device(loaded.record.device)
+    graph = decode_graph(start["graph"], device)
+    sources = [one if isinstance(one, int) else str(one) for one in start["sources"]]
+    inputs = tuple(leaves[one] if isinstance(one, int) else tensor_of(model, one) for one in sources)
+    _compare_inputs(graph, inputs)
+    make, expected = _output(start["output"], outputs[0], inputs)
+    route = Route(graph.forward)
+    region = Region(
+        index=0, graph=graph, original=graph, names=tuple(map(str, start["names"])), roles=tuple(map(str, start["roles"])),
+        example_args=inputs, route=route, code=tuple(code), digests=tuple(map(str, start["digests"])),
+    )  # fmt: skip
+    if not len(inputs) == len(region.names) == len(region.roles):
+        raise Differs("start.json.gz has another number of inputs than its graph")
+    traced = Traced(
+        frame=frame, tree=decode_tree(start["tree"]), pattern=start["pattern"], sources=sources, leaves=(alike, gradients),
+        make=make,
+    )  # fmt: skip
+    untraced = UntracedCall(model, traced, route)
+    untraced.read(args, kwargs)
+    live = LiveCapture(
+        regions=[region], output=outputs[0], written=written, runs=[Run(0, inputs)], untraced=untraced
+    )  # fmt: skip
+    return Started(live, expected)
+
+
+def _compare_surroundings(model: torch.nn.Module, start: dict[str, Any]) -> None:
+    """Compare versions, torch's state and the facts of a model."""
+    for name, version in versions().items():
+        if start["versions"].get(name) != version:
+            raise Differs(f"{name} is {version}, and was {start['versions'].get(name)}")
+    now = compiled_code.global_state()
+    for name in sorted({*now, *start["state"]}):
+        if now.get(name) != start["state"].get(name):
+            raise Differs(f"torch's {name} is {now.get(name)}, and was {start['state'].get(name)}")
+    if dispatcher.is_function_mode_on():
+        raise Differs("a mode of torch functions is on, torch.device, say")
+    facts = start["facts"]
+    found = model_facts.differences(facts, model_facts.facts(model, facts["code"]), made="traced")
+    if found:
+        raise Differs(found[0])
+    if has_hooks(model):
+        raise Differs("a hook is registered on a module")
+
+
+def _compare_attributes(before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            raise Differs(f"the code of `{name}` is another one")
+
+
+def _compare_inputs(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
+    """Compare the tensors that the graph will get with those that it was made for."""
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(places, inputs, strict=True):
+        expected = node.meta["val"]
+        now = (value.shape, value.stride(), value.dtype, value.device)
+        if now != (expected.shape, expected.stride(), expected.dtype, expected.device):
+            shown = f"{value.dtype}{list(value.shape)} on {value.device}, and was {expected.dtype}{list(expected.shape)}"
+            raise Differs(f"the graph's input `{node.name}` is {shown} on {expected.device}")
+
+
+def _output(form: Any, output: Any, inputs: Sequence[torch.Tensor]) -> tuple[Make, dict[int, torch.Tensor]]:
+    """Compare an output with the form of the traced one; return what makes it, and its tensors by result."""
+    place = {id(value): number for number, value in enumerate(inputs)}
+    now = form_of(output, lambda tensor: {"input": place[id(tensor)]} if id(tensor) in place else {"result": None})
+    if now != without_places(form):
+        raise Differs("its output has another form")
+    return maker(form, output), dict(_results(form, output))
+
+
+def _results(form: Any, output: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the number of each result with the tensor that the model's own ops made."""
+    if not isinstance(form, dict):
+        return
+    if "result" in form:
+        yield form["result"], output
+    elif "fields" in form:
+        for name, item in form["fields"]:
+            yield from _results(item, getattr(output, name))
+    elif "holds" in form:
+        for name, item in form["holds"]:
+            yield from _results(item, vars(output)[name])
+    elif "dict" in form:
+        for key, item in form["dict"]:
+            yield from _results(item, output[key])
+    else:
+        for word in ("list", "tuple"):
+            for item, part in zip(form.get(word, ()), output if word in form else (), strict=True):
+                yield from _results(item, part)

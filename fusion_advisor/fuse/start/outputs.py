@@ -1,0 +1,145 @@
+"""What a call returns, around the tensors that its graph returns: described in a file, and made again for each call.
+
+No class is looked up by a name from the file: the model's own call in this process gave an output, and its classes are used where
+that output is as described.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusion_advisor.fuse.start.described import CannotDescribe, described, name_of
+
+Make = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
+"""Given the graph's results and its inputs, makes the output."""
+
+
+def form_of(value: Any, place: Callable[[torch.Tensor], Any], depth: int = 0) -> Any:
+    """Describe an output.
+
+    Args:
+        value: the output, or a part of it.
+        place: returns where a tensor of it comes from.
+        depth: of objects around it.
+
+    Raises:
+        CannotDescribe: it holds an object that is no plain container of tensors and constants.
+    """
+    if isinstance(value, torch.Tensor):
+        return place(value)
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return {"float": value.hex()}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [form_of(item, place, depth) for item in value]}
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
+        return {"dict": [[key, form_of(item, place, depth)] for key, item in value.items()]}
+    if isinstance(value, torch.dtype | torch.device | type):
+        return described(value)
+    names = _names(value)
+    if names is not None:
+        return {"class": name_of(type(value)), "fields": [[name, form_of(getattr(value, name), place, depth)] for name in names]}
+    if depth > _DEEPEST or not _is_plain_object(value):
+        raise CannotDescribe(f"its output holds a {name_of(type(value))}")
+    holds = [[name, form_of(item, place, depth + 1)] for name, item in vars(value).items()]
+    return {"class": name_of(type(value)), "holds": holds}
+
+
+_DEEPEST = 8
+"""An object that holds itself ends there."""
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether an object is what its ``__dict__`` holds, a cache, say: none is made by code of its own, nor is a container."""
+    kind = type(value)
+    own = getattr(value, "__dict__", None)
+    is_made_otherwise = any(vars(base).get("__slots__") or "__new__" in vars(base) for base in kind.__mro__[:-1])
+    is_container = isinstance(value, list | tuple | dict | set | torch.nn.Module) or callable(value)
+    return type(own) is dict and not is_made_otherwise and not is_container
+
+
+def _names(value: Any) -> list[str] | None:
+    """Return the names of a named tuple's or a dataclass's fields; None for another object."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value._fields)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = [item.name for item in dataclasses.fields(value) if item.init]
+        if len(found) == len(dataclasses.fields(value)) and set(getattr(value, "__dict__", found)) <= set(found):
+            return found
+    return None
+
+
+def maker(form: Any, template: Any) -> Make:
+    """Return what makes an output.
+
+    Args:
+        form: describes it.
+        template: an output of the same form.
+    """
+    if isinstance(form, dict) and "result" in form:
+        number = form["result"]
+        return lambda results, _: results[number]
+    if isinstance(form, dict) and "input" in form:
+        place = form["input"]
+        return lambda _, inputs: inputs[place]
+    if not isinstance(form, dict) or not form.keys() & {"dict", "fields", "holds", "list", "tuple"}:
+        return lambda _, __: template
+    if "holds" in form:
+        own = type(template)
+        held = [(name, maker(item, vars(template)[name])) for name, item in form["holds"]]
+        return lambda results, inputs: _with(own, {name: make(results, inputs) for name, make in held})
+    if "dict" in form:
+        pairs = [(key, maker(item, template[key])) for key, item in form["dict"]]
+        return lambda results, inputs: {key: make(results, inputs) for key, make in pairs}
+    if "fields" in form:
+        kind = type(template)
+        named = [(name, maker(item, getattr(template, name))) for name, item in form["fields"]]
+        return lambda results, inputs: kind(**{name: make(results, inputs) for name, make in named})
+    ((word, items),) = form.items()
+    makers = [maker(item, part) for item, part in zip(items, template, strict=True)]
+    whole: Callable[[Any], Any] = list if word == "list" else tuple
+    return lambda results, inputs: whole(make(results, inputs) for make in makers)
+
+
+def _with(kind: type, holds: dict[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    vars(made).update(holds)
+    return made
+
+
+def without_places(form: Any) -> Any:
+    """Return a form with one mark for all tensors that the graph makes: another process has others there."""
+    if isinstance(form, dict):
+        return {"result": None} if "result" in form else {key: without_places(item) for key, item in form.items()}
+    return [without_places(item) for item in form] if isinstance(form, list) else form
+
+
+def furthest(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
+    """Say which of some tensors is too far from what it should be; empty where none is.
+
+    The graph's ops and the model's own round differently, so the limit is the root of a dtype's precision: 3e-4 for fp32, 0.09
+    for bf16. Whole numbers are compared only where there are no others.
+
+    Args:
+        found: the graph's results.
+        expected: what the model's own ops gave.
+    """
+    are_floats = any(one.is_floating_point() or one.is_complex() for one in expected)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"result {number} is {one.dtype}{list(one.shape)}, the model's own {other.dtype}{list(other.shape)}"
+        if other.is_floating_point() or other.is_complex():
+            wide = torch.complex64 if other.is_complex() else torch.float32
+            wide = other.dtype if other.dtype in (torch.float64, torch.complex128) else wide
+            mine, theirs = (value.detach().to(wide).nan_to_num() for value in (one, other))
+            error, limit = torch.linalg.vector_norm(mine - theirs), torch.finfo(other.dtype).eps ** 0.5
+            if bool(error > limit * torch.linalg.vector_norm(theirs) + 1e-12):
+                return f"result {number} is {float(error / torch.linalg.vector_norm(theirs)):.1e} from the model's own"
+        elif not are_floats and not torch.equal(one, other):
+            return f"result {number} is not the model's own"
+    return ""

@@ -1,0 +1,236 @@
+"""Makes a model's call with a graph that was read from a file: no dynamo, as long as all that the trace had read is as it was.
+
+Dicts, classes and functions that lead to what was read are noted and compared in bulk before each call, as they are for a call
+past dynamo (:mod:`fusion_advisor.fuse.direct`). Where one has changed, everything is read again. Where it is no longer what the
+trace had read, the call goes to whoever traces the model.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_advisor.capture.graph.tracer import Route
+from fusion_advisor.fuse.direct.direct_call import Frame, unchanged_of
+from fusion_advisor.fuse.start.guard_tree import Differs, Node, Seen, Tree, check, pattern, roots
+from fusion_advisor.fuse.start.outputs import Make
+from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher
+from fusion_advisor.runtime.torch_internals.tensor_memory import Addresses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What a trace had found.
+
+    Attributes:
+        frame: of the model's forward.
+        tree: what was read.
+        pattern: which of the tensors that were read are one.
+        sources: for each input of the graph the place of one of the call's tensors, or the name of one of the model's.
+        leaves: of the call's tensors, which are one, and which ask for gradients.
+        make: makes the output.
+    """
+
+    frame: Frame
+    tree: Tree
+    pattern: list[int]
+    sources: list[int | str]
+    leaves: tuple[list[int], list[bool]]
+    make: Make
+
+
+class UntracedCall:
+    """A model's call, in place of dynamo's.
+
+    Attributes:
+        route: what runs in place of the graph.
+        otherwise: makes the calls that are not as the traced one; set by whoever can trace the model.
+        why: why the last such call was none of ours.
+        traced_again: how often that was.
+    """
+
+    def __init__(self, model: torch.nn.Module, traced: Traced, route: Route) -> None:
+        self._model, self._traced = model, traced
+        self.route = route
+        self.otherwise: Callable[..., Any] | None = None
+        self.why = ""
+        self.traced_again = 0
+        self._tries = self._runs = 0
+        self._is_unchanged: Callable[[], bool] | None = None
+        self._left: list[tuple[Node, Any]] = []
+        self._implied: dict[int, Any] = {}
+        self._state: Callable[[], bool] = _never
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[tuple[bool, int]] = []
+        self._layouts: list[Any] = []
+        self._addresses: Addresses | None = None
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor] = (), objects: Sequence[Any] = ()
+    ) -> Any:
+        """Run a call.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            leaves: all tensors that it passes, in the order of its signature.
+            objects: what else it passes; see :class:`fusion_advisor.fuse.direct.direct_call.Shortcut`.
+        """
+        try:
+            self._look(args, kwargs, leaves)
+        except Differs as difference:
+            self.why = str(difference)
+            self.traced_again += 1
+            assert self.otherwise is not None  # set before the call can be made
+            return self.otherwise(args, kwargs, leaves, objects)
+        self._runs += 1
+        if self._runs == _WORTH_A_LOOK:
+            self._tries = 0
+        inputs = [self._tensors[one] if is_model else leaves[one] for is_model, one in self._places]
+        return self._traced.make(self.route(*inputs), inputs)
+
+    def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor]) -> None:
+        """Compare all that decides whether the graph is this call's.
+
+        Raises:
+            Differs: it is not.
+        """
+        alike, gradients = self._traced.leaves
+        if pattern(leaves) != alike or [one.requires_grad for one in leaves] != gradients:
+            raise Differs("the call's tensors are the same in another way, or ask for gradients")
+        if not compiled_code.is_stance_default() or dispatcher.is_function_mode_on():
+            raise Differs("dynamo's stance or a mode of torch functions was set")
+        if self._is_unchanged is None or not self._is_unchanged():
+            self.note(args, kwargs)
+        if not self._state():
+            raise Differs("torch's global state is another one")
+        for node, value in self._left:
+            check(node, value, skip=self._is_implied)
+        if self._addresses is None or not self._addresses.are_of(self._tensors):
+            self._compare_tensors()
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note what decides that everything that the trace had read stays as it is, and read it.
+
+        Args:
+            args: of a call like the traced one, which is about to be made.
+            kwargs: likewise.
+
+        Raises:
+            Differs: something is not as it was.
+        """
+        if self._tries >= _MOST_TRIES:
+            raise Differs(self.why or "the model changes at each call")
+        self._tries += 1
+        self._is_unchanged = None
+        frame, tree = self._traced.frame, self._traced.tree
+        variables, space = frame.variables(args, kwargs), frame.function.__globals__
+        more: list[tuple[Node, Any]] = [(node, sys.modules.get(name)) for name, node in tree.modules.items()]
+        more += [(Node("built-ins", below=[("DictGetItemGuardAccessor", repr(name), node)]), vars(builtins))
+                 for name, node in tree.builtins.items()]  # fmt: skip
+        try:
+            unchanged = unchanged_of(tree.frame_nodes(), frame, variables, more=more)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise Differs("the model has other parts than when it was traced") from error
+        self.read(args, kwargs)  # behind the notes: another thread may have changed the model meanwhile
+        self._implied = unchanged.implied
+        self._left = [(node, value) for node, value in self._common(variables, space) if id(node) not in self._implied]
+        self._find_tensors()
+        self._state = compiled_code.global_state_check()
+        self._is_unchanged, self._runs = unchanged.holds, 0
+
+    def forget(self) -> None:
+        """Hold nothing of the model any more, and begin anew."""
+        self._is_unchanged, self._addresses, self._tries = None, None, 0
+        self._left, self._implied, self._tensors, self._places, self._layouts = [], {}, [], [], []
+
+    def _common(self, variables: Mapping[str, Any], space: dict[str, Any]) -> Iterator[tuple[Node, Any]]:
+        """Yield the roots that every call has in common: not its own arguments, which its signature says all of."""
+        frame, tree = self._traced.frame, self._traced.tree
+        code = frame.function.__code__
+        first = code.co_varnames[: min(code.co_argcount, 1)]
+        for node, value in roots(tree, variables, space):
+            if node.source == f"L['{frame.rest}']":
+                yield from ((below, frame.owner[0]) for _, text, below in node.below if frame.owner and text == "0")
+            elif not node.source or node.source[3:-2] in (*first, *frame.cells):
+                yield node, value
+
+    def _is_implied(self, node: Node) -> bool:
+        return id(node) in self._implied
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Read everything that the trace had read.
+
+        Args:
+            args: of a call like the traced one, which is about to be made.
+            kwargs: likewise.
+
+        Raises:
+            Differs: something is not as it was.
+        """
+        frame = self._traced.frame
+        if not frame.is_same():
+            raise Differs("the code of its forward was replaced")
+        variables, space = frame.variables(args, kwargs), frame.function.__globals__
+        seen = Seen()
+        for node, value in roots(self._traced.tree, variables, space):
+            check(node, value, seen)
+        if pattern(seen.tensors) != self._traced.pattern:
+            raise Differs("other tensors of it are one and the same than when it was traced")
+
+    def _find_tensors(self) -> None:
+        """Look up the model's tensors by their names."""
+        self._tensors, self._places = [], []
+        for source in self._traced.sources:
+            if isinstance(source, int):
+                self._places.append((False, source))
+                continue
+            self._places.append((True, len(self._tensors)))
+            self._tensors.append(tensor_of(self._model, source))
+        self._compare_tensors(is_first=True)
+
+    def _compare_tensors(self, *, is_first: bool = False) -> None:
+        """Compare the layouts of the model's tensors, one of which has another address: ``.data`` may have been set."""
+        now = [(one.dtype, one.shape, one.stride(), one.device) for one in self._tensors]
+        if is_first:
+            self._layouts = now
+        elif now != self._layouts:
+            raise Differs("a parameter has another dtype, layout or device")
+        self._addresses = Addresses(self._tensors)
+
+
+def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
+    """Return a parameter or a buffer.
+
+    Args:
+        model: that has it.
+        name: as in ``named_parameters``.
+
+    Raises:
+        Differs: it has none of that name.
+    """
+    path, _, leaf = name.rpartition(".")
+    try:
+        owner = model.get_submodule(path)
+    except AttributeError as error:
+        raise Differs(f"it has no tensor `{name}`") from error
+    for table in (owner._parameters, owner._buffers):
+        found = table.get(leaf)
+        if found is not None:
+            return found
+    raise Differs(f"it has no tensor `{name}`")
+
+
+_WORTH_A_LOOK = 50
+"""Calls after which a model that changed is read as often again."""
+_MOST_TRIES = 4
+"""A model that changes at each call is not read at each."""
+
+
+def _never() -> bool:
+    return False
