@@ -343,3 +343,36 @@ def test_the_capacities_of_a_range_end_with_its_largest_size():
     assert capacities(SizeRange(name="batch", least=2, most=18)) == (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18)
     assert capacities(SizeRange(name="seq", least=1, most=70)) == (8, 16, 24, 32, 40, 48, 56, 64, 70)
     assert capacities(SizeRange(name="seq", least=9, most=9)) == (9,)
+
+
+@pytest.mark.gpu
+def test_what_the_trial_held_on_a_gpu_is_given_back():
+    torch.compiler.reset()
+    with torch.no_grad():
+        model, args = Mlp().eval().cuda(), (torch.randn(5, 32, device="cuda"),)
+        (call,) = check_ranges(describe_live(model, args), ApplyOptions(shapes=read_shapes("batch=2..64")))
+        given, kwargs = call.at({"batch": 5})
+        opened = capture_open(model, given, kwargs, call.dims)
+        point = Served(sizes={"batch": 33}, module=opened.region.graph)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        shown = tried_padding(call, opened, call.ranges, [point], MEASURED, spent_s=60.0, is_timed=True)
+        torch.cuda.empty_cache()
+    assert shown.names == ("batch",) or "the larger graph" in shown.refused[0][1], shown.refused
+    assert 0 < shown.seconds < 60
+    assert torch.cuda.memory_reserved() - before <= 64 << 20  # cuBLAS's workspaces may stay, a graph's pool may not
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("maker", list(INPUTS), ids=[maker.__name__ for maker in INPUTS])
+def test_places_in_tables_stay_inside_them_on_a_gpu(maker):
+    torch.compiler.reset()
+    with torch.no_grad():
+        model, args = maker().eval().cuda(), tuple(arg.cuda() for arg in INPUTS[maker])
+        (call,) = check_ranges(describe_live(model, args), ApplyOptions(shapes=read_shapes("batch=2..64")))
+        given, kwargs = call.at({"batch": 5})
+        opened = capture_open(model, given, kwargs, call.dims)
+        point = Served(sizes={"batch": 33}, module=opened.region.graph)
+        shown = show_padding(opened, call.ranges, [point], *trial_of(call, opened))
+        torch.cuda.synchronize()  # a read outside of a table is heard of here
+    assert shown.names == ("batch",), shown.refused
