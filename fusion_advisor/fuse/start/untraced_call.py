@@ -11,12 +11,14 @@ import builtins
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fusion_advisor.capture.graph.tracer import Route
+from fusion_advisor.export.copied.call_objects import at
 from fusion_advisor.fuse.direct.direct_call import Frame, unchanged_of
+from fusion_advisor.fuse.start.call_tensors import arguments, sharing
 from fusion_advisor.fuse.start.guard_tree import Differs, Node, Seen, Tree, check, pattern, roots
 from fusion_advisor.fuse.start.outputs import Make
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher
@@ -32,7 +34,9 @@ class Traced:
         tree: what was read.
         pattern: which of the tensors that were read are one.
         sources: for each input of the graph the place of one of the call's tensors, or the name of one of the model's.
-        leaves: of the call's tensors, which are one, and which ask for gradients.
+        leaves: of the tensors that the call passes as such, which are one, and which ask for gradients.
+        inside: paths of the tensors that objects of the call hold.
+        sharing: which of all these share memory.
         make: makes the output.
     """
 
@@ -40,7 +44,9 @@ class Traced:
     tree: Tree
     pattern: list[int]
     sources: list[int | str]
-    leaves: tuple[list[int], list[bool]]
+    leaves: tuple[Any, ...]
+    inside: tuple[str, ...]
+    sharing: list[int]
     make: Make
 
 
@@ -83,6 +89,7 @@ class UntracedCall:
         """
         try:
             self._look(args, kwargs, leaves)
+            inside = self._inside(args, kwargs, leaves, objects) if self._traced.inside else []
         except Differs as difference:
             self.why = str(difference)
             self.traced_again += 1
@@ -91,8 +98,9 @@ class UntracedCall:
         self._runs += 1
         if self._runs == _WORTH_A_LOOK:
             self._tries = 0
-        inputs = [self._tensors[one] if is_model else leaves[one] for is_model, one in self._places]
-        return self._traced.make(self.route(*inputs), inputs)
+        passed = [*leaves, *inside]
+        inputs = [self._tensors[one] if is_model else passed[one] for is_model, one in self._places]
+        return self._traced.make(self.route(*inputs), inputs, arguments(args, kwargs) if self._traced.inside else kwargs)
 
     def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor]) -> None:
         """Compare all that decides whether the graph is this call's.
@@ -113,6 +121,27 @@ class UntracedCall:
             check(node, value, skip=self._is_implied)
         if self._addresses is None or not self._addresses.are_of(self._tensors):
             self._compare_tensors()
+
+    def _inside(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor], objects: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        """Return the tensors that a call's objects hold.
+
+        What the fused model remembers of an object is another note as soon as the object holds something else. The tensors are
+        kept with that note: nothing here keeps a cache alive.
+
+        Raises:
+            Differs: they share memory in another way than the traced ones.
+        """
+        note = objects[0].followed if len(objects) == 1 else {}
+        if self in note:
+            return cast("list[torch.Tensor]", note[self])
+        call = arguments(args, kwargs)
+        found = [at(path, call) for path in self._traced.inside]
+        if sharing([*leaves, *found]) != self._traced.sharing:
+            raise Differs("tensors of the call share memory in another way")
+        note[self] = found
+        return found
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what decides that everything that the trace had read stays as it is, and read it.
