@@ -510,6 +510,26 @@ def open_a_file(start):
     row[2], row[3], row[4] = "aten.from_file.default", ["written-by-a-file", True, 8], {}
 
 
+EVIL = "x=open('written-by-a-file','w')"
+
+
+def evil_placeholder(start):
+    next(row for row in start["graph"]["nodes"] if row[0] == "placeholder")[2] = EVIL
+
+
+def evil_option(start):
+    next(row for row in start["graph"]["nodes"] if row[0] == "call_function")[4] = {EVIL: 1}
+
+
+def evil_name(start):
+    next(row for row in start["graph"]["nodes"] if row[0] == "call_function")[1] = "import"
+
+
+def evil_attribute(start):
+    row = next(row for row in start["graph"]["nodes"] if row[0] == "call_function")
+    row[0], row[2], row[3], row[4] = "get_attr", f'a" + str({EVIL[2:]}) + "', [], {}
+
+
 def with_op(name):
     def change(start):
         next(row for row in start["graph"]["nodes"] if row[0] == "call_function")[2] = name
@@ -520,6 +540,10 @@ def with_op(name):
 DAMAGES = {
     "other inputs": (swap_inputs, "the stored graph computes something else: result"),
     "an op that writes a file": (open_a_file, "none of ATen's"),
+    "code for an input": (evil_placeholder, "a name like"),
+    "code for an option": (evil_option, "a name like"),
+    "code for an attribute": (evil_attribute, "a name like"),
+    "a keyword for a name": (evil_name, "a name like 'import'"),
     "a function of Python's": (with_op("os.system"), "none of ATen's"),
     "an op that is not there": (with_op("aten.no_such.default"), "torch does not have"),
     "another version of torch": (lambda start: start["versions"].update(torch="1.0"), "torch is"),
