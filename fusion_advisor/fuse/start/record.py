@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusion_advisor.capture.graph.fx_nodes import code_digests
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
@@ -103,6 +104,8 @@ def start_of(loaded: LoadedWorkload, live: LiveCapture) -> dict[str, Any]:
         CannotDescribe: something that the trace had read, or made, means nothing in another process.
         Differs: the model is no longer as it was traced.
     """
+    if dist.is_available() and dist.is_initialized():
+        raise CannotDescribe("the step is one of several ranks'")
     region = _only_region(live)
     model, args, kwargs = loaded.model, loaded.args, loaded.kwargs
     if region.effects:
