@@ -185,8 +185,7 @@ def _apply(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report, instruments=instruments, last=last,
         )  # fmt: skip
-        run.write_start = partial(write_start, loaded, live)
-        return run
+        return replace(run, write_start=partial(write_start, loaded, live))
 
 
 def _refuse_unready(loaded: LoadedWorkload) -> None:

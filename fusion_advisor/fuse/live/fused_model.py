@@ -88,17 +88,9 @@ class FusedModel(InPlace):
         self._guard = ModuleGuard(model)
         self.traced_because = ""
         """Why a saved plan's model was traced again; empty where it was not."""
-        captured = self._captured = None if live is None else live.compiled
+        self._captured = None if live is None else live.compiled
         self._untraced: UntracedCall | None = None if live is None else live.untraced
-        self._compiled: Callable[..., Any]
-        if self._untraced is not None:
-            self._compiled = self._compiled_when_called
-            self._rewritten.redirect(regions, modules)
-        elif captured is None or captured.later is not None:
-            self._compiled = dynamo.compiled_call(model, self._rewritten.backend)
-        else:
-            self._compiled, captured.later = captured.call, self._rewritten.backend
-            self._rewritten.redirect(regions, modules)
+        self._compiled = self._call_to_graphs(model, regions, modules)
         self._is_broken = False
         self._add(regions, modules, args, kwargs)
         if self._untraced is not None:
@@ -106,6 +98,19 @@ class FusedModel(InPlace):
             (call,) = self._verified.values()
             self._traced_call = replace(call)
             call.shortcut, call.is_in_place = self._untraced, True
+
+    def _call_to_graphs(
+        self, model: torch.nn.Module, regions: Sequence[Region], modules: Sequence[GraphModule]
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Return the call through dynamo: the one that the capture has, or a new one that traces the model when it is called."""
+        captured = self._captured
+        if self._untraced is None and (captured is None or captured.later is not None):
+            return dynamo.compiled_call(model, self._rewritten.backend)
+        self._rewritten.redirect(regions, modules)
+        if self._untraced is not None or captured is None:
+            return self._compiled_when_called
+        captured.later = self._rewritten.backend
+        return captured.call
 
     def _add(
         self, regions: Sequence[Region], modules: Sequence[GraphModule], args: tuple[Any, ...], kwargs: Mapping[str, Any]

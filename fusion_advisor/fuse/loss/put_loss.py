@@ -12,8 +12,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.fuse.loss.find_log_sums import made_late, place_of
 from fusion_advisor.fuse.loss.find_loss import LossSite
-from fusion_advisor.fuse.loss.log_sums_op import linear_cross_entropy_and_log_sums
-from fusion_advisor.fuse.loss.loss_op import linear_cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +88,10 @@ def _put(graph: Graph, site: LossSite, copies: dict[Node, Node]) -> None:
     linear, loss = copies[site.linear], copies[site.loss]
     given = dict(zip(("input", "weight", "bias"), linear.args, strict=False)) | dict(linear.kwargs)
     hidden, value = given["input"], site.linear.meta["example_value"]
+    # The modules register ops of torch's: 20 ms of each start of a saved plan, which has no loss.
+    from fusion_advisor.fuse.loss.log_sums_op import linear_cross_entropy_and_log_sums
+    from fusion_advisor.fuse.loss.loss_op import linear_cross_entropy
+
     assert isinstance(hidden, Node)
     width = hidden.meta["example_value"].shape[-1]
     labels = site.given["target"]

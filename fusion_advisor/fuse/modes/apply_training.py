@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ class TrainedRun:
     capture: Capture
     parts: tuple[tuple[str, Report, Capture], ...] = ()
     """None: the report is of the whole step."""
+    write_start: Callable[[Path], str] | None = None
+    """None: a training step is rewritten in the process that trains."""
 
     def revert(self) -> None:
         """Put the original model back."""

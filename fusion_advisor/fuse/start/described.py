@@ -6,6 +6,7 @@ Nothing is made from a description. It is compared with the description of what 
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 from types import (
     BuiltinFunctionType,
@@ -102,6 +103,7 @@ def layout(value: torch.Tensor) -> list[Any]:
     return [kind, str(value.dtype), value.device.type, list(value.shape), list(value.stride()), value.requires_grad]
 
 
+@functools.lru_cache(maxsize=4096)
 def code_digest(code: CodeType) -> str:
     """Return a digest of what code does: neither of where it stands, nor of its comments; of one version of Python."""
     digest = hashlib.sha256()

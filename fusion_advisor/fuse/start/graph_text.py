@@ -7,6 +7,7 @@ each storage, so that what shares memory shares it again. Constants are written 
 from __future__ import annotations
 
 import base64
+import keyword
 import math
 import operator
 from collections.abc import Callable
@@ -147,7 +148,7 @@ def decode_graph(data: dict[str, Any], device: torch.device) -> GraphModule:
     """
     root = torch.nn.Module()
     for name, row in data["constants"].items():
-        if not str(name).isidentifier() or hasattr(root, name):
+        if hasattr(root, _plain_name(name)):
             raise CannotDescribe(f"a constant named {name!r:.60}")
         root.register_buffer(name, _tensor(row, device))
     values = fake_mode.laid_out(data["layouts"], data["storages"], device, _dtype)
@@ -159,11 +160,12 @@ def decode_graph(data: dict[str, Any], device: torch.device) -> GraphModule:
         if op == "call_function":
             called: Any = targets[target] if target in targets else targets.setdefault(target, _op_of(target))
         elif op in ("placeholder", "get_attr", "output"):
-            called = target
+            called = _plain_name(target)
         else:
             raise CannotDescribe(f"a node that is a {op!r:.40}")
         arguments = tuple(reader.read(one, made) for one in given)
-        node = graph.create_node(op, called, arguments, {key: reader.read(one, made) for key, one in named.items()}, name)
+        options = {_plain_name(key): reader.read(one, made) for key, one in named.items()}
+        node = graph.create_node(op, called, arguments, options, _plain_name(name))
         if value is not None:
             node.meta["val"] = _valued(value, values)
         if path:
@@ -171,6 +173,17 @@ def decode_graph(data: dict[str, Any], device: torch.device) -> GraphModule:
         node.meta.update({key: marks[key] for key in _MARKS if key in marks})
         made.append(node)
     return fx_trace.lazy_graph_module(root, graph, class_name="Captured")
+
+
+def _plain_name(name: Any) -> str:
+    """Return a name that Python can have: FX writes a graph's names into code, and runs it.
+
+    Raises:
+        CannotDescribe: it is something else.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise CannotDescribe(f"a name like {name!r:.60}")
+    return name
 
 
 class _Reader:

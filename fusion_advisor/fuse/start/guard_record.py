@@ -17,6 +17,7 @@ _CONTAINS = re.compile(r"^(not )?___dict_contains\(('[^'\\]*'|\"[^\"\\]*\"|-?\d+
 _LACKS = re.compile(r"^(not )?hasattr\(.*, '(\w+)'\)( == False)?$")
 _OF_DYNAMOS_MAKING = re.compile(r"__import_|___|_\d+_c\d+$")
 """Global names under which dynamo puts Python modules into a function's module."""
+_GENERIC = re.compile(r"object\.__getattribute__\(.*, '(\w+)'\)$")
 _FRAME = re.compile(r"^FrameLocalsGuardAccessor\(key='(\w+)'")
 _WHOLE = {"ID_MATCH", "EQUALS_MATCH", "CONSTANT_MATCH", "NONE_MATCH", "TRUE_MATCH", "FALSE_MATCH", "DTYPE_MATCH"}
 _LENGTHS = {"LENGTH_CHECK", "DICT_LENGTH"}
@@ -79,6 +80,10 @@ def _read_way(tree: Tree, way: ast.expr, variables: Mapping[str, Any], space: di
             steps.append(("attribute", way.attr))
         elif isinstance(way, ast.Subscript) and isinstance(way.slice, ast.Constant):
             steps.append(("item", way.slice.value))
+        elif (attribute := _GENERIC.match(ast.unparse(way))) is not None and isinstance(way, ast.Call):
+            steps.append(("attribute", attribute[1]))
+            way = way.args[0]
+            continue
         else:
             raise CannotDescribe(f"dynamo asks for `{ast.unparse(way):.80}`")
         way = way.value

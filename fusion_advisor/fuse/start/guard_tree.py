@@ -12,7 +12,7 @@ import builtins
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,20 @@ class Node:
     items: dict[int, tuple[Node | None, Node | None]] = field(default_factory=dict)
     source: str = ""
     group: int = -1
+
+    def without(self, is_left_out: Callable[[Node], bool]) -> Node:
+        """Return the node without some of what lies below it.
+
+        Args:
+            is_left_out: whether a node is left out.
+        """
+        below = [(kind, text, one.without(is_left_out)) for kind, text, one in self.below if not is_left_out(one)]
+        items: dict[int, tuple[Node | None, Node | None]] = {}
+        for place, pair in self.items.items():
+            key, item = (None if one is None or is_left_out(one) else one.without(is_left_out) for one in pair)
+            if key is not None or item is not None:
+                items[place] = (key, item)
+        return replace(self, below=below, items=items)
 
     # What follows is how dynamo's own nodes are read: ``fuse.direct.unchanged`` follows both.
 
@@ -142,11 +156,16 @@ def reached(kind: str, text: str, value: Any) -> Any:
         return vars(value)
     if kind in BY_KEY or (kind in _BY_PLACE and isinstance(value, tuple | list)):
         try:
-            key = ast.literal_eval(text)
+            key = _literal(text)
             return dict.__getitem__(value, key) if isinstance(value, dict) else value[key]
         except (ValueError, SyntaxError) as error:
             raise CannotDescribe(f"dynamo's {kind}({text:.60})") from error
     raise CannotDescribe(f"dynamo's {kind} of a {name_of(type(value))}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _literal(text: str) -> Any:
+    return ast.literal_eval(text)
 
 
 _ANSWERS: dict[str, Callable[[Any, Any], Any]] = {
@@ -187,20 +206,17 @@ class Seen:
                 raise Differs(f"`{node.title}` and `{title}` were one object")
 
 
-def check(node: Node, value: Any, seen: Seen | None = None, skip: Callable[[Node], bool] = lambda _: False) -> None:
+def check(node: Node, value: Any, seen: Seen | None = None) -> None:
     """Compare a value, and all that is reached from it, with what was read.
 
     Args:
         node: what was read.
         value: what is there now.
         seen: gets what was looked at.
-        skip: nodes that need no comparison.
 
     Raises:
         Differs: with the first difference.
     """
-    if skip(node):
-        return
     for kind, argument, expected in node.facts:
         try:
             now = _ANSWERS[kind](value, argument)
@@ -215,7 +231,7 @@ def check(node: Node, value: Any, seen: Seen | None = None, skip: Callable[[Node
             inner = reach()
         except (AttributeError, LookupError, TypeError, CannotDescribe) as error:
             raise Differs(f"`{below.title}` is not there, and the trace had read it") from error
-        check(below, inner, seen, skip)
+        check(below, inner, seen)
 
 
 def _reaches(node: Node, value: Any) -> Iterator[tuple[Node, Callable[[], Any]]]:

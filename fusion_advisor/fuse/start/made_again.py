@@ -16,12 +16,13 @@ from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Route, Run,
 from fusion_advisor.export.copied import model_facts
 from fusion_advisor.fuse.direct.code_guard import WatchedCode
 from fusion_advisor.fuse.direct.direct_call import frame_of
+from fusion_advisor.fuse.start.call_tensors import Given, given_by, sharing
 from fusion_advisor.fuse.start.code_facts import attributes, find
 from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import decode_graph
 from fusion_advisor.fuse.start.guard_tree import Differs, pattern
 from fusion_advisor.fuse.start.outputs import Make, form_of, furthest, maker, without_places
-from fusion_advisor.fuse.start.record import has_hooks, leaves_of, versions
+from fusion_advisor.fuse.start.record import has_hooks, versions
 from fusion_advisor.fuse.start.tree_text import decode_tree
 from fusion_advisor.fuse.start.untraced_call import Traced, UntracedCall, tensor_of
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, module_call
@@ -80,11 +81,8 @@ def start_again(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
 def _started(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
     model, args, kwargs = loaded.model, loaded.args, loaded.kwargs
     _compare_surroundings(model, start)
-    named = dict(leaves_of(args, kwargs))
-    leaves = list(named.values())
-    names, alike, gradients = start["leaves"]
-    if names != list(named) or pattern(leaves) != alike or [one.requires_grad for one in leaves] != gradients:
-        raise Differs("the call passes other tensors, in another order, or such that ask for gradients")
+    given = given_by(args, kwargs)
+    _compare_call(given, start)
     outputs: list[Any] = []
     original = module_call.original_call(model)
 
@@ -99,12 +97,13 @@ def _started(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
     frame = frame_of(model)
     if frame is None:
         raise Differs("its forward is another one than its class's, or a call runs hooks")
-    device = torch.device(loaded.record.device)
-    graph = decode_graph(start["graph"], device)
+    passed = [*given.leaves.values(), *given.inside.values()]
     sources = [one if isinstance(one, int) else str(one) for one in start["sources"]]
-    inputs = tuple(leaves[one] if isinstance(one, int) else tensor_of(model, one) for one in sources)
+    inputs = tuple(passed[one] if isinstance(one, int) else tensor_of(model, one) for one in sources)
+    device = next((one.device for one in inputs if one.device.type != "cpu"), torch.device("cpu"))
+    graph = decode_graph(start["graph"], device)
     _compare_inputs(graph, inputs)
-    make, expected = _output(start["output"], outputs[0], inputs)
+    make, expected = _output(start["output"], outputs[0], inputs, given)
     route = Route(graph.forward)
     region = Region(
         index=0, graph=graph, original=graph, names=tuple(map(str, start["names"])), roles=tuple(map(str, start["roles"])),
@@ -113,8 +112,8 @@ def _started(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
     if not len(inputs) == len(region.names) == len(region.roles):
         raise Differs("start.json.gz has another number of inputs than its graph")
     traced = Traced(
-        frame=frame, tree=decode_tree(start["tree"]), pattern=start["pattern"], sources=sources, leaves=(alike, gradients),
-        make=make,
+        frame=frame, tree=decode_tree(start["tree"]), pattern=start["pattern"], sources=sources,
+        leaves=tuple(start["leaves"][1:]), inside=tuple(given.inside), sharing=start["inside"][1], make=make,
     )  # fmt: skip
     untraced = UntracedCall(model, traced, route)
     untraced.read(args, kwargs)
@@ -143,6 +142,15 @@ def _compare_surroundings(model: torch.nn.Module, start: dict[str, Any]) -> None
         raise Differs("a hook is registered on a module")
 
 
+def _compare_call(given: Given, start: dict[str, Any]) -> None:
+    """Compare which tensors and objects a call passes; what they hold is compared with what was read of them."""
+    leaves = list(given.leaves.values())
+    if start["leaves"] != [list(given.leaves), pattern(leaves), [one.requires_grad for one in leaves]]:
+        raise Differs("the call passes other tensors, in another order, or such that ask for gradients")
+    if start["inside"] != [list(given.inside), sharing([*leaves, *given.inside.values()]), list(given.objects)]:
+        raise Differs("the call passes other objects, or such that hold other tensors")
+
+
 def _compare_attributes(before: dict[str, Any], now: dict[str, Any]) -> None:
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
@@ -160,10 +168,11 @@ def _compare_inputs(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor])
             raise Differs(f"the graph's input `{node.name}` is {shown} on {expected.device}")
 
 
-def _output(form: Any, output: Any, inputs: Sequence[torch.Tensor]) -> tuple[Make, dict[int, torch.Tensor]]:
+def _output(form: Any, output: Any, inputs: Sequence[torch.Tensor], given: Given) -> tuple[Make, dict[int, torch.Tensor]]:
     """Compare an output with the form of the traced one; return what makes it, and its tensors by result."""
     place = {id(value): number for number, value in enumerate(inputs)}
-    now = form_of(output, lambda tensor: {"input": place[id(tensor)]} if id(tensor) in place else {"result": None})
+    objects = {id(value): name for name, value in given.objects.items()}
+    now = form_of(output, lambda one: {"input": place[id(one)]} if id(one) in place else {"result": None}, objects)
     if now != without_places(form):
         raise Differs("its output has another form")
     return maker(form, output), dict(_results(form, output))

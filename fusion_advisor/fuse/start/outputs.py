@@ -7,23 +7,24 @@ that output is as described.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fusion_advisor.fuse.start.described import CannotDescribe, described, name_of
 
-Make = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
-"""Given the graph's results and its inputs, makes the output."""
+Make = Callable[[Sequence[Any], Sequence[torch.Tensor], Mapping[str, Any]], Any]
+"""Given the graph's results, its inputs and the objects that the call passes, makes the output."""
 
 
-def form_of(value: Any, place: Callable[[torch.Tensor], Any], depth: int = 0) -> Any:
+def form_of(value: Any, place: Callable[[torch.Tensor], Any], objects: Mapping[int, str] | None = None, depth: int = 0) -> Any:
     """Describe an output.
 
     Args:
         value: the output, or a part of it.
         place: returns where a tensor of it comes from.
+        objects: names of the objects that the call passes, by ``id``.
         depth: of objects around it.
 
     Raises:
@@ -31,22 +32,27 @@ def form_of(value: Any, place: Callable[[torch.Tensor], Any], depth: int = 0) ->
     """
     if isinstance(value, torch.Tensor):
         return place(value)
+    if objects and id(value) in objects:
+        return {"object": objects[id(value)]}
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return {"float": value.hex()}
     if type(value) in (list, tuple):
-        return {type(value).__name__: [form_of(item, place, depth) for item in value]}
+        return {type(value).__name__: [form_of(item, place, objects, depth) for item in value]}
     if type(value) is dict and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, form_of(item, place, depth)] for key, item in value.items()]}
+        return {"dict": [[key, form_of(item, place, objects, depth)] for key, item in value.items()]}
     if isinstance(value, torch.dtype | torch.device | type):
         return described(value)
     names = _names(value)
     if names is not None:
-        return {"class": name_of(type(value)), "fields": [[name, form_of(getattr(value, name), place, depth)] for name in names]}
+        return {
+            "class": name_of(type(value)),
+            "fields": [[name, form_of(getattr(value, name), place, objects, depth)] for name in names],
+        }
     if depth > _DEEPEST or not _is_plain_object(value):
         raise CannotDescribe(f"its output holds a {name_of(type(value))}")
-    holds = [[name, form_of(item, place, depth + 1)] for name, item in vars(value).items()]
+    holds = [[name, form_of(item, place, objects, depth + 1)] for name, item in vars(value).items()]
     return {"class": name_of(type(value)), "holds": holds}
 
 
@@ -83,27 +89,30 @@ def maker(form: Any, template: Any) -> Make:
     """
     if isinstance(form, dict) and "result" in form:
         number = form["result"]
-        return lambda results, _: results[number]
+        return lambda results, _, __: results[number]
     if isinstance(form, dict) and "input" in form:
         place = form["input"]
-        return lambda _, inputs: inputs[place]
+        return lambda _, inputs, __: inputs[place]
+    if isinstance(form, dict) and "object" in form:
+        name = form["object"]
+        return lambda _, __, objects: objects[name]
     if not isinstance(form, dict) or not form.keys() & {"dict", "fields", "holds", "list", "tuple"}:
-        return lambda _, __: template
+        return lambda *_: template
     if "holds" in form:
         own = type(template)
         held = [(name, maker(item, vars(template)[name])) for name, item in form["holds"]]
-        return lambda results, inputs: _with(own, {name: make(results, inputs) for name, make in held})
+        return lambda *made: _with(own, {name: make(*made) for name, make in held})
     if "dict" in form:
         pairs = [(key, maker(item, template[key])) for key, item in form["dict"]]
-        return lambda results, inputs: {key: make(results, inputs) for key, make in pairs}
+        return lambda *made: {key: make(*made) for key, make in pairs}
     if "fields" in form:
         kind = type(template)
         named = [(name, maker(item, getattr(template, name))) for name, item in form["fields"]]
-        return lambda results, inputs: kind(**{name: make(results, inputs) for name, make in named})
+        return lambda *made: kind(**{name: make(*made) for name, make in named})
     ((word, items),) = form.items()
     makers = [maker(item, part) for item, part in zip(items, template, strict=True)]
     whole: Callable[[Any], Any] = list if word == "list" else tuple
-    return lambda results, inputs: whole(make(results, inputs) for make in makers)
+    return lambda *made: whole(make(*made) for make in makers)
 
 
 def _with(kind: type, holds: dict[str, Any]) -> Any:

@@ -10,11 +10,12 @@ import gzip
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusion_advisor.capture.graph.fx_nodes import code_digests
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
@@ -22,6 +23,7 @@ from fusion_advisor.errors import UnreadableReport
 from fusion_advisor.export.copied import model_facts
 from fusion_advisor.fuse.direct.code_guard import WatchedCode
 from fusion_advisor.fuse.direct.direct_call import frame_of
+from fusion_advisor.fuse.start.call_tensors import Given, given_by, sharing
 from fusion_advisor.fuse.start.code_facts import attributes, find, places_of
 from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import encode_graph
@@ -102,6 +104,8 @@ def start_of(loaded: LoadedWorkload, live: LiveCapture) -> dict[str, Any]:
         CannotDescribe: something that the trace had read, or made, means nothing in another process.
         Differs: the model is no longer as it was traced.
     """
+    if dist.is_available() and dist.is_initialized():
+        raise CannotDescribe("the step is one of several ranks'")
     region = _only_region(live)
     model, args, kwargs = loaded.model, loaded.args, loaded.kwargs
     if region.effects:
@@ -118,9 +122,8 @@ def start_of(loaded: LoadedWorkload, live: LiveCapture) -> dict[str, Any]:
     if not found[0].root.check(variables):
         raise CannotDescribe("the model is not as it was when it was traced")
     tree = recorded(found[0].root, variables, frame.function.__globals__)
-    named = dict(leaves_of(args, kwargs))
-    leaves = list(named.values())
-    sources = _sources(region, leaves)
+    given = given_by(args, kwargs)
+    leaves = list(given.leaves.values())
     places = places_of(region.code, model)
     return {
         "schema": SCHEMA,
@@ -135,9 +138,10 @@ def start_of(loaded: LoadedWorkload, live: LiveCapture) -> dict[str, Any]:
         "digests": list(region.digests or code_digests(region.original)),
         "names": list(region.names),
         "roles": list(region.roles),
-        "sources": sources,
-        "leaves": [list(named), pattern(leaves), [one.requires_grad for one in leaves]],
-        "output": _output(live, region),
+        "sources": _sources(region, given),
+        "leaves": [list(given.leaves), pattern(leaves), [one.requires_grad for one in leaves]],
+        "inside": [list(given.inside), sharing([*leaves, *given.inside.values()]), list(given.objects)],
+        "output": _output(live, region, given),
     }
 
 
@@ -159,38 +163,9 @@ def has_hooks(model: torch.nn.Module) -> bool:
     return collectors_of(hook for table in module_call.hook_tables(model) for hook in table.values()) is None
 
 
-def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of a call's tensors, in the order of its signature.
-
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Raises:
-        CannotDescribe: it passes an object, a cache, say.
-    """
-    for place, value in enumerate(args):
-        yield from _leaves(f"{place}", value)
-    for name in sorted(kwargs):
-        yield from _leaves(name, kwargs[name])
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif type(value) in (tuple, list):
-        for place, item in enumerate(value):
-            yield from _leaves(f"{name}.{place}", item)
-    elif type(value) is dict:
-        for key, item in value.items():
-            yield from _leaves(f"{name}.{key!r}", item)
-    elif value is not None and not isinstance(value, bool | int | float | str):
-        raise CannotDescribe(f"the call passes a {type(value).__name__}")
-
-
-def _sources(region: Region, leaves: Sequence[torch.Tensor]) -> list[int | str]:
+def _sources(region: Region, given: Given) -> list[int | str]:
     """Return for each input of the graph which of the call's tensors it is, or the name of the model's tensor."""
-    place = {id(leaf): number for number, leaf in reversed([*enumerate(leaves)])}
+    place = {id(one): number for number, one in reversed([*enumerate((*given.leaves.values(), *given.inside.values()))])}
     found: list[int | str] = []
     for name, role, value in zip(region.names, region.roles, region.example_args, strict=True):
         if role != "input":
@@ -210,7 +185,7 @@ def _pattern(tree: Tree, variables: Mapping[str, Any], space: dict[str, Any]) ->
     return pattern(seen.tensors)
 
 
-def _output(live: LiveCapture, region: Region) -> Any:
+def _output(live: LiveCapture, region: Region, passed: Given) -> Any:
     results = live.results if isinstance(live.results, tuple | list) else [live.results]
     made = {id(value): number for number, value in enumerate(results) if isinstance(value, torch.Tensor)}
     given = {id(value): number for number, value in enumerate(region.example_args)}
@@ -222,7 +197,7 @@ def _output(live: LiveCapture, region: Region) -> Any:
             raise CannotDescribe("a tensor of its output is made outside of the graph")
         return {"result": made[id(tensor)]}
 
-    return form_of(live.output, place)
+    return form_of(live.output, place, {id(value): name for name, value in passed.objects.items()})
 
 
 def versions() -> dict[str, str]:

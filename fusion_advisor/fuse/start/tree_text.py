@@ -6,6 +6,8 @@ from typing import Any
 
 from fusion_advisor.fuse.start.guard_tree import Node, Tree
 
+_LONGEST = 300
+"""Of a title, which goes into sentences."""
 _PARTS = ("variables", "globals", "modules", "builtins")
 
 
@@ -40,7 +42,7 @@ def decode_tree(data: dict[str, Any]) -> Tree:
 def _node(row: list[Any]) -> Node:
     title, guards, facts, below, items, group = row
     return Node(
-        title=str(title),
+        title="".join(filter(str.isprintable, str(title)))[:_LONGEST],
         group=int(group),
         guards=tuple(map(str, guards)),
         facts=[[str(kind), argument, answer] for kind, argument, answer in facts],

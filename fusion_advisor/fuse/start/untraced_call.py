@@ -11,12 +11,15 @@ import builtins
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 
 from fusion_advisor.capture.graph.tracer import Route
+from fusion_advisor.export.copied.call_objects import at
 from fusion_advisor.fuse.direct.direct_call import Frame, unchanged_of
+from fusion_advisor.fuse.start.call_tensors import arguments, sharing
 from fusion_advisor.fuse.start.guard_tree import Differs, Node, Seen, Tree, check, pattern, roots
 from fusion_advisor.fuse.start.outputs import Make
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher
@@ -32,7 +35,9 @@ class Traced:
         tree: what was read.
         pattern: which of the tensors that were read are one.
         sources: for each input of the graph the place of one of the call's tensors, or the name of one of the model's.
-        leaves: of the call's tensors, which are one, and which ask for gradients.
+        leaves: of the tensors that the call passes as such, which are one, and which ask for gradients.
+        inside: paths of the tensors that objects of the call hold.
+        sharing: which of all these share memory.
         make: makes the output.
     """
 
@@ -40,7 +45,9 @@ class Traced:
     tree: Tree
     pattern: list[int]
     sources: list[int | str]
-    leaves: tuple[list[int], list[bool]]
+    leaves: tuple[Any, ...]
+    inside: tuple[str, ...]
+    sharing: list[int]
     make: Make
 
 
@@ -63,10 +70,11 @@ class UntracedCall:
         self._tries = self._runs = 0
         self._is_unchanged: Callable[[], bool] | None = None
         self._left: list[tuple[Node, Any]] = []
-        self._implied: dict[int, Any] = {}
         self._state: Callable[[], bool] = _never
         self._tensors: list[torch.Tensor] = []
-        self._places: list[tuple[bool, int]] = []
+        self._inputs: list[torch.Tensor | None] = []
+        self._places: list[tuple[int, int]] = []
+        self._dtypes: list[torch.dtype] = []
         self._layouts: list[Any] = []
         self._addresses: Addresses | None = None
 
@@ -83,6 +91,7 @@ class UntracedCall:
         """
         try:
             self._look(args, kwargs, leaves)
+            inside = self._inside(args, kwargs, leaves, objects) if self._traced.inside else []
         except Differs as difference:
             self.why = str(difference)
             self.traced_again += 1
@@ -91,8 +100,12 @@ class UntracedCall:
         self._runs += 1
         if self._runs == _WORTH_A_LOOK:
             self._tries = 0
-        inputs = [self._tensors[one] if is_model else leaves[one] for is_model, one in self._places]
-        return self._traced.make(self.route(*inputs), inputs)
+        passed, inputs = [*leaves, *inside], self._inputs.copy()
+        for place, source in self._places:
+            inputs[place] = passed[source]
+        return self._traced.make(
+            self.route(*inputs), cast("list[torch.Tensor]", inputs), arguments(args, kwargs) if self._traced.inside else kwargs
+        )
 
     def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor]) -> None:
         """Compare all that decides whether the graph is this call's.
@@ -110,9 +123,33 @@ class UntracedCall:
         if not self._state():
             raise Differs("torch's global state is another one")
         for node, value in self._left:
-            check(node, value, skip=self._is_implied)
-        if self._addresses is None or not self._addresses.are_of(self._tensors):
-            self._compare_tensors()
+            check(node, value)
+        if self._addresses is not None:
+            if not self._addresses.are_of(self._tensors):
+                self._compare_tensors()
+        elif [*map(_DTYPE, self._tensors)] != self._dtypes:
+            raise Differs("a parameter has another dtype")
+
+    def _inside(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor], objects: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        """Return the tensors that a call's objects hold.
+
+        What the fused model remembers of an object is another note as soon as the object holds something else. The tensors are
+        kept with that note: nothing here keeps a cache alive.
+
+        Raises:
+            Differs: they share memory in another way than the traced ones.
+        """
+        note = objects[0].followed if len(objects) == 1 else {}
+        if self in note:
+            return cast("list[torch.Tensor]", note[self])
+        call = arguments(args, kwargs)
+        found = [at(path, call) for path in self._traced.inside]
+        if sharing([*leaves, *found]) != self._traced.sharing:
+            raise Differs("tensors of the call share memory in another way")
+        note[self] = found
+        return found
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what decides that everything that the trace had read stays as it is, and read it.
@@ -138,8 +175,12 @@ class UntracedCall:
         except (AttributeError, LookupError, TypeError) as error:
             raise Differs("the model has other parts than when it was traced") from error
         self.read(args, kwargs)  # behind the notes: another thread may have changed the model meanwhile
-        self._implied = unchanged.implied
-        self._left = [(node, value) for node, value in self._common(variables, space) if id(node) not in self._implied]
+
+        def is_implied(node: Node) -> bool:
+            return id(node) in unchanged.implied
+
+        common = [(node, value) for node, value in self._common(variables, space) if not is_implied(node)]
+        self._left = [(node.without(is_implied), value) for node, value in common]
         self._find_tensors()
         self._state = compiled_code.global_state_check()
         self._is_unchanged, self._runs = unchanged.holds, 0
@@ -147,7 +188,7 @@ class UntracedCall:
     def forget(self) -> None:
         """Hold nothing of the model any more, and begin anew."""
         self._is_unchanged, self._addresses, self._tries = None, None, 0
-        self._left, self._implied, self._tensors, self._places, self._layouts = [], {}, [], [], []
+        self._left, self._tensors, self._inputs, self._layouts = [], [], [], []
 
     def _common(self, variables: Mapping[str, Any], space: dict[str, Any]) -> Iterator[tuple[Node, Any]]:
         """Yield the roots that every call has in common: not its own arguments, which its signature says all of."""
@@ -159,9 +200,6 @@ class UntracedCall:
                 yield from ((below, frame.owner[0]) for _, text, below in node.below if frame.owner and text == "0")
             elif not node.source or node.source[3:-2] in (*first, *frame.cells):
                 yield node, value
-
-    def _is_implied(self, node: Node) -> bool:
-        return id(node) in self._implied
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Read everything that the trace had read.
@@ -185,13 +223,10 @@ class UntracedCall:
 
     def _find_tensors(self) -> None:
         """Look up the model's tensors by their names."""
-        self._tensors, self._places = [], []
-        for source in self._traced.sources:
-            if isinstance(source, int):
-                self._places.append((False, source))
-                continue
-            self._places.append((True, len(self._tensors)))
-            self._tensors.append(tensor_of(self._model, source))
+        sources = self._traced.sources
+        self._inputs = [None if isinstance(one, int) else tensor_of(self._model, one) for one in sources]
+        self._places = [(place, one) for place, one in enumerate(sources) if isinstance(one, int)]
+        self._tensors = [one for one in self._inputs if one is not None]
         self._compare_tensors(is_first=True)
 
     def _compare_tensors(self, *, is_first: bool = False) -> None:
@@ -201,7 +236,9 @@ class UntracedCall:
             self._layouts = now
         elif now != self._layouts:
             raise Differs("a parameter has another dtype, layout or device")
-        self._addresses = Addresses(self._tensors)
+        # Addresses say it all; a torch without CUDA reads them one by one, which takes 40 µs for 340 tensors, dtypes 12.
+        self._addresses = Addresses(self._tensors) if Addresses.are_read_at_once() else None
+        self._dtypes = [*map(_DTYPE, self._tensors)]
 
 
 def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
@@ -226,6 +263,7 @@ def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
     raise Differs(f"it has no tensor `{name}`")
 
 
+_DTYPE = attrgetter("dtype")
 _WORTH_A_LOOK = 50
 """Calls after which a model that changed is read as often again."""
 _MOST_TRIES = 4

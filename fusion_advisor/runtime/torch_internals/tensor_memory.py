@@ -44,6 +44,11 @@ class Addresses:
         self._places = list(range(len(tensors)))
         self._at_once = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
+    @staticmethod
+    def are_read_at_once() -> bool:
+        """Whether torch compares all of them in C++."""
+        return hasattr(torch._C, "_tensors_data_ptrs_at_indices_equal")
+
     def are_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these, as many and in this order, lie there."""
         if len(tensors) != len(self._values):

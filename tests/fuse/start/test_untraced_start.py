@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import shutil
 import sys
 import warnings
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -14,15 +16,20 @@ import pytest
 import torch
 
 from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
+from fusion_advisor.fuse.start.made_again import start_again
 from fusion_advisor.fuse.start.record import NAME
 from fusion_advisor.workload.load import describe_live
+from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.start import network
 from tests.fuse.start.saved import a_network, edit, frames, put_in, run_of, traced
 from tests.fuse.test_pipeline import pytestmark  # noqa: F401
-from tests.tiny import BANDWIDTH, gpt2, llama
+from tests.tiny import BANDWIDTH, cache_in, decode_step, gpt2, llama, qwen2
 
 
 def options_in(folder):
@@ -112,6 +119,79 @@ def test_a_cache_that_a_call_makes_is_made_without_a_trace(model_of, tmp_path):
         step = {"input_ids": inputs["input_ids"][:, -1:], "use_cache": True}
         ours, eager = (loaded.model(**step, past_key_values=cache).logits for cache in (mine, theirs))
     torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_of", [gpt2, qwen2])
+def test_a_decode_step_starts_without_a_trace(model_of, tmp_path):
+    model = model_of()[0]
+    assert run_of(describe_live(model, (), decode_step(model)), options_in(tmp_path / "run")) == ""
+    other = model_of()[0]
+    step, eager_step, later = decode_step(other), decode_step(other), decode_step(other)
+    loaded, before = describe_live(other, (), step), frames()
+    with torch.no_grad(), put_in(loaded, tmp_path / "run") as fused:
+        assert fused.traced_because == ""
+        for _ in range(3):
+            found, expected = other(**step), other._call_impl(**eager_step)
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+            assert found.past_key_values is cache_in(step) and type(found) is type(expected)
+            for one, two in zip(cache_in(step).layers, cache_in(eager_step).layers, strict=True):
+                torch.testing.assert_close((one.keys, one.values), (two.keys, two.values), rtol=1e-4, atol=1e-5)
+                assert torch.equal(one.cumulative_length, two.cumulative_length)
+        assert fused.fallbacks == {} and fused.launches > 0 and frames() == before
+        # another cache of the same form is another cache, and nothing keeps the first one alive
+        gone = weakref.ref(cache_in(step).layers[0].keys)
+        expected = other._call_impl(**decode_step(other)).logits
+        torch.testing.assert_close(other(**later).logits, expected, rtol=1e-4, atol=1e-5)
+        del step, found, loaded, one
+        gc.collect()
+        assert gone() is None and frames() == before
+        # one whose tensors lie in one memory, or with another value in it, is traced or runs the model's own ops
+        shared, alike = decode_step(other), decode_step(other)
+        for one in (shared, alike):
+            cache_in(one).layers[1].keys = cache_in(one).layers[0].keys
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(other(**shared).logits, other._call_impl(**alike).logits, rtol=1e-4, atol=1e-5)
+        assert frames() != before or fused.fallbacks
+
+
+def test_another_cache_is_traced_again(tmp_path):
+    model = gpt2()[0]
+    assert run_of(describe_live(model, (), decode_step(model)), options_in(tmp_path / "run")) == ""
+    other = gpt2()[0]
+    step = decode_step(other)
+    cache_in(step).layers[0].is_extra = True
+    before = frames()
+    with put_in(describe_live(other, (), step), tmp_path / "run") as fused:
+        assert fused.traced_because == "" and frames() == before  # nobody had read that
+    step = decode_step(other)
+    kind = type(cache_in(step).layers[0])
+    cache_in(step).layers[0].__class__ = type("OtherLayer", (kind,), {})
+    with put_in(describe_live(other, (), step), tmp_path / "run") as fused:
+        assert "OtherLayer" in fused.traced_because and frames() != before
+
+
+def test_a_graph_that_was_read_is_replayed(folder):
+    loaded, recorder = a_network(), FakeRecorder()
+    model, before = loaded.model, frames()
+    live = start_again(loaded, dict(load_plan(folder).start)).live
+    variant = Bench(live, on_cuda=False).build((), ())
+    graphs = Graphs(recorder)
+    with torch.no_grad(), FusedModel(model, live.regions, variant.modules, loaded.args, {}, graphs=graphs, live=live) as fused:
+        for number in range(4):
+            x = torch.randn(2, 48, 64)
+            assert_close(model(x), model._call_impl(x))
+            assert (recorder.recorded, recorder.replayed) == (min(number, 1), number)
+        assert fused.fallbacks == {} and fused.traced_because == "" and frames() == before
+        replaced_tensor(model)
+        assert_close(model(x), model._call_impl(x))
+        assert fused.traced_because == "" and frames() == before
+        model.blocks[0].shift = 0.5
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                assert_close(model(x), model._call_impl(x))
+        assert "shift" in fused.traced_because or "0.25" in fused.traced_because
 
 
 class Odd(torch.nn.Module):
@@ -430,6 +510,26 @@ def open_a_file(start):
     row[2], row[3], row[4] = "aten.from_file.default", ["written-by-a-file", True, 8], {}
 
 
+EVIL = "x=open('written-by-a-file','w')"
+
+
+def evil_placeholder(start):
+    next(row for row in start["graph"]["nodes"] if row[0] == "placeholder")[2] = EVIL
+
+
+def evil_option(start):
+    next(row for row in start["graph"]["nodes"] if row[0] == "call_function")[4] = {EVIL: 1}
+
+
+def evil_name(start):
+    next(row for row in start["graph"]["nodes"] if row[0] == "call_function")[1] = "import"
+
+
+def evil_attribute(start):
+    row = next(row for row in start["graph"]["nodes"] if row[0] == "call_function")
+    row[0], row[2], row[3], row[4] = "get_attr", f'a" + str({EVIL[2:]}) + "', [], {}
+
+
 def with_op(name):
     def change(start):
         next(row for row in start["graph"]["nodes"] if row[0] == "call_function")[2] = name
@@ -440,6 +540,10 @@ def with_op(name):
 DAMAGES = {
     "other inputs": (swap_inputs, "the stored graph computes something else: result"),
     "an op that writes a file": (open_a_file, "none of ATen's"),
+    "code for an input": (evil_placeholder, "a name like"),
+    "code for an option": (evil_option, "a name like"),
+    "code for an attribute": (evil_attribute, "a name like"),
+    "a keyword for a name": (evil_name, "a name like 'import'"),
     "a function of Python's": (with_op("os.system"), "none of ATen's"),
     "an op that is not there": (with_op("aten.no_such.default"), "torch does not have"),
     "another version of torch": (lambda start: start["versions"].update(torch="1.0"), "torch is"),
