@@ -109,8 +109,18 @@ def lasting_effects() -> tuple[str, ...]:
         name = getattr(var.source, "local_name", None)
         is_call_own = name is not None and kind == "ValueMutationExisting" and name in own
         if not is_call_own and not _sets_what_is_there(var, effects.store_attr_mutations.get(var, {})):
-            found.append(f"a {type(getattr(var, 'value', var)).__name__}")
+            found.append(f"a {_kind_of(var)}")
     return tuple(found)
+
+
+def _kind_of(var: Any) -> str:
+    """Return the name of the class that dynamo follows a value of."""
+    if hasattr(var, "value"):
+        return type(var.value).__name__
+    try:
+        return str(var.python_type().__name__)
+    except NotImplementedError:
+        return type(var).__name__
 
 
 def _sets_what_is_there(var: Any, changes: dict[str, Any]) -> bool:
