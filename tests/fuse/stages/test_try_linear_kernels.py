@@ -236,7 +236,8 @@ def test_what_pays_is_placed_and_one_that_does_not_is_out():
     assert [(row.id, row.kernel) for row in kept.fusions] == [
         (f"G{number}", title) for number, title in enumerate(QWEN2, start=1)
     ]
-    assert [row.status for row in kept.fusions] == [Status.KEPT, Status.KEPT, Status.SLOWER, Status.KEPT, Status.KEPT]
+    reasons = [row.reason for row in kept.fusions]
+    assert [row.status for row in kept.fusions] == [Status.KEPT, Status.KEPT, Status.SLOWER, Status.KEPT, Status.KEPT], reasons
     assert [gemv.id for gemv in kept.linears] == ["G1", "G2", "G4", "G5"]
     for row in kept.fusions:
         assert row.numerics.is_passed and row.numerics.elements > 0
@@ -270,7 +271,8 @@ def test_a_step_that_stands_for_the_kept_one_is_timed_as_it_is():
 
 def test_nothing_changes_where_nothing_pays():
     kept = place(lambda _: Status.WITHIN_NOISE)
-    assert {row.status for row in kept.fusions} == {Status.WITHIN_NOISE} and kept.linears == ()
+    assert {row.status for row in kept.fusions} == {Status.WITHIN_NOISE}, [row.reason for row in kept.fusions]
+    assert kept.linears == ()
     assert place(make=None).fusions == []
 
 
