@@ -49,7 +49,8 @@ def gives_gradients(graph_module: torch.fx.GraphModule) -> bool:
 
 def reads_sizes(graph_module: torch.fx.GraphModule) -> bool:
     """Whether a graph of fixed sizes takes a whole number out of a tensor: ``int()`` of a NumPy number, say."""
-    return any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in graph_module.graph.nodes)
+    values = [node.meta.get("example_value") for node in graph_module.graph.nodes if node.op != "placeholder"]
+    return any(isinstance(value, torch.SymInt) for value in values) and not has_dynamic_shapes(graph_module)
 
 
 @contextlib.contextmanager

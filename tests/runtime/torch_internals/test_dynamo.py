@@ -275,6 +275,7 @@ def test_a_whole_number_out_of_a_tensor_is_known():
         for function in (lambda x: x * int(number), lambda x: x * float(factor) + x.shape[0])
     ]
     assert found == [True, False]
+    assert not dynamo_graph(lambda x: x * (x.shape[0] + 1), torch.randn(4), dynamic=True, then=dynamo.reads_sizes)[1]
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
