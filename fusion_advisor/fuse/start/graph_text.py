@@ -7,6 +7,7 @@ each storage, so that what shares memory shares it again. Constants are written 
 from __future__ import annotations
 
 import base64
+import keyword
 import math
 import operator
 from collections.abc import Callable
@@ -160,8 +161,15 @@ def decode_graph(data: dict[str, Any], device: torch.device) -> GraphModule:
             called: Any = targets[target] if target in targets else targets.setdefault(target, _op_of(target))
         elif op in ("placeholder", "get_attr", "output"):
             called = target
+            if op == "placeholder" and (given or named):
+                raise CannotDescribe(f"an input with a default, {name!r:.40}")
         else:
             raise CannotDescribe(f"a node that is a {op!r:.40}")
+        for word in (name, *named, *(() if op == "call_function" else (target,))):
+            if not str(word).isidentifier() or keyword.iskeyword(
+                str(word)
+            ):  # torch writes it into the source of the graph as it is
+                raise CannotDescribe(f"a name that is none, {word!r:.40}")
         arguments = tuple(reader.read(one, made) for one in given)
         node = graph.create_node(op, called, arguments, {key: reader.read(one, made) for key, one in named.items()}, name)
         if value is not None:

@@ -430,6 +430,25 @@ def open_a_file(start):
     row[2], row[3], row[4] = "aten.from_file.default", ["written-by-a-file", True, 8], {}
 
 
+WRITES = "__import__('pathlib').Path('written-by-a-file').touch()"
+
+
+def with_code(kind):
+    def change(start):
+        nodes = start["graph"]["nodes"]
+        first = next(row for row in nodes if row[0] == "placeholder")
+        if kind == "input":
+            first[2] = f"{first[2]}={WRITES}"
+        elif kind == "keyword":
+            first[2] = "class"
+        elif kind == "default":
+            first[3] = [1.0]
+        else:
+            next(row for row in nodes if row[0] == "call_function")[4] = {f"a={WRITES}, b": 1}
+
+    return change
+
+
 def with_op(name):
     def change(start):
         next(row for row in start["graph"]["nodes"] if row[0] == "call_function")[2] = name
@@ -441,6 +460,10 @@ DAMAGES = {
     "other inputs": (swap_inputs, "the stored graph computes something else: result"),
     "an op that writes a file": (open_a_file, "none of ATen's"),
     "a function of Python's": (with_op("os.system"), "none of ATen's"),
+    "an input with code": (with_code("input"), "a name that is none"),
+    "an argument with code": (with_code("argument"), "a name that is none"),
+    "an input named as a keyword": (with_code("keyword"), "a name that is none"),
+    "an input with a default": (with_code("default"), "an input with a default"),
     "an op that is not there": (with_op("aten.no_such.default"), "torch does not have"),
     "another version of torch": (lambda start: start["versions"].update(torch="1.0"), "torch is"),
     "another version of ours": (lambda start: start["versions"].update({"fusion-advisor": "1"}), "fusion-advisor is"),
