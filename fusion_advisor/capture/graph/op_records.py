@@ -168,7 +168,7 @@ def _metas(node: Node, number: _Numbers) -> tuple[TensorMeta, ...]:
 def _encode(value: Any, index_of: Mapping[Node, int], number: _Numbers) -> Arg:
     if isinstance(value, Node):
         size = value.meta.get("val")
-        return number(size) if symbolic_sizes.is_size(size) else Ref(index=index_of[value])
+        return number(size) if isinstance(size, torch.SymInt) else Ref(index=index_of[value])
     if symbolic_sizes.is_size(value):
         return number(value)
     if isinstance(value, list | tuple):

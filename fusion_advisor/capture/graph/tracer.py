@@ -190,7 +190,7 @@ def capture_regions(
         dynamo.forget_graphs(model)
         live = captured()
     if not live.regions:
-        own = next((one.reason for one in live.breaks if one.reason == OWN_GRADIENTS), None)
+        own = next((one.reason for one in live.breaks if one.reason in (OWN_GRADIENTS, OWN_SIZES)), None)
         raise CannotCapture(model_id=model_id, detail=own or _NO_GRAPH)
     known = _known_tensors(model, args, kwargs)
     for place, region in enumerate(live.regions):
@@ -205,6 +205,7 @@ _DOUBLE_BACKWARD = (
     "its step differentiates a gradient (create_graph=True), and a compiled backward pass has no gradient of its own"
 )
 OWN_GRADIENTS = "the model asks for gradients by itself (enable_grad), so the ops that they go through run as they are"
+OWN_SIZES = "a whole number that it computes with is read from a tensor or a NumPy number, and may be another one at each call"
 
 
 class _Collector:
@@ -226,8 +227,9 @@ class _Collector:
         assert self.compiled is not None
         if self.compiled.later is not None:
             return self.compiled.later(graph_module, example_inputs)
-        if dynamo.gives_gradients(graph_module):
-            self._breaks.append(GraphBreak(reason=OWN_GRADIENTS, source=""))
+        own = OWN_GRADIENTS if dynamo.gives_gradients(graph_module) else OWN_SIZES if dynamo.reads_sizes(graph_module) else ""
+        if own:
+            self._breaks.append(GraphBreak(reason=own, source=""))
             return graph_module.forward
         if not self.with_lines:
             dynamo.leave_new_guards_untried()

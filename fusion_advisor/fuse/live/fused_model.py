@@ -85,6 +85,7 @@ class FusedModel(InPlace):
         self.shapes: tuple[ShapeTable, ...] = ()
         """Ranges of sizes that are served: one table for each way to call the model."""
         self._objects: dict[int, Seen] = {}
+        self._default_dtype = torch.get_default_dtype()
         self._guard = ModuleGuard(model)
         self.traced_because = ""
         """Why a saved plan's model was traced again; empty where it was not."""
@@ -262,6 +263,8 @@ class FusedModel(InPlace):
             return TRAINING
         if dispatcher.is_autocast_on():
             return "autocast is on"
+        if torch.get_default_dtype() is not self._default_dtype:  # dynamo's graph is the same text, and its ops make others
+            return "torch's default dtype is another one than when the model was verified"
         for leaf in leaves:
             if type(leaf) is not torch.Tensor and dispatcher.sees_its_ops(type(leaf)):
                 return _OWN_OPS

@@ -28,6 +28,7 @@ from fusion_advisor.fuse.cuda_graph.capturable import host_work, place_of, write
 from fusion_advisor.fuse.shapes.padding import CannotPad, Fill, Padding, PadForm, capacities, listed, pad_form, rounded_up
 from fusion_advisor.fuse.shapes.pieces import Box, contains
 from fusion_advisor.fuse.shapes.serve import Served
+from fusion_advisor.fuse.shapes.trial_inputs import with_turned_ends, without_evidence
 from fusion_advisor.workload.device import is_out_of_memory
 
 _SIZES = 2
@@ -227,10 +228,17 @@ class _Trial:
             return reason
         own = point.graph_at(_key(self.opened, sizes))
         args = self.given(sizes)
+        if reason := without_evidence(self.opened, self.form, args, names):
+            return reason
+        reason = self._difference_of(own, args, sizes, larger)
+        turned = with_turned_ends(self.form, args)
+        return reason if reason or turned is None else self._difference_of(own, turned, sizes, larger)
+
+    def _difference_of(self, own: GraphModule, args: Sequence[Any], sizes: Sizes, larger: Sizes) -> str:
         with torch.no_grad():
             expected = listed(own.forward(*args))
             first: list[Any] | None = None
-            for fill in (None, *_fillings(own)):
+            for fill in (None, *_fillings(self.opened.region.graph)):  # fused kernels hide which integers are counts
                 found = self._padded(own, args, sizes, larger, fill)
                 if found is None:
                     return "an input is not contiguous"
@@ -307,7 +315,8 @@ def _fillings(module: GraphModule) -> Iterator[Fill]:
     yield _occurring(seed=0)
     yield _occurring(seed=1)
     if not any(map(_makes_places, module.graph.nodes)):
-        yield _large
+        yield functools.partial(_large, scale=_LARGE)
+        yield functools.partial(_large, scale=-_LARGE)  # what asks whether a number is above another one sees both
 
 
 def _occurring(seed: int) -> Fill:
@@ -319,12 +328,12 @@ def _occurring(seed: int) -> Fill:
     return fill
 
 
-def _large(like: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def _large(like: torch.Tensor, dim: int, count: int, scale: float) -> torch.Tensor:
     shape = (*like.shape[:dim], count, *like.shape[dim + 1 :])
     if not like.is_floating_point():
         return like.narrow(dim, like.shape[dim] - 1, 1).expand(shape)
     numbers = torch.Generator().manual_seed(2)
-    return (torch.randn(shape, generator=numbers) * _LARGE).to(like.device, like.dtype)
+    return (torch.randn(shape, generator=numbers) * scale).to(like.device, like.dtype)
 
 
 _BOUNDED = frozenset({"argmax", "argmin", "argsort", "bucketize", "max", "min", "searchsorted", "sort", "topk"})

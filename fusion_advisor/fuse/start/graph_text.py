@@ -161,6 +161,8 @@ def decode_graph(data: dict[str, Any], device: torch.device) -> GraphModule:
             called: Any = targets[target] if target in targets else targets.setdefault(target, _op_of(target))
         elif op in ("placeholder", "get_attr", "output"):
             called = _plain_name(target)
+            if op == "placeholder" and (given or named):
+                raise CannotDescribe(f"an input with a default, {name!r:.40}")
         else:
             raise CannotDescribe(f"a node that is a {op!r:.40}")
         arguments = tuple(reader.read(one, made) for one in given)

@@ -22,6 +22,8 @@ _FRAME = re.compile(r"^FrameLocalsGuardAccessor\(key='(\w+)'")
 _WHOLE = {"ID_MATCH", "EQUALS_MATCH", "CONSTANT_MATCH", "NONE_MATCH", "TRUE_MATCH", "FALSE_MATCH", "DTYPE_MATCH"}
 _LENGTHS = {"LENGTH_CHECK", "DICT_LENGTH"}
 _KEYS = {"MAPPING_KEYS_MATCH", "DICT_VERSION"}
+_REGISTRY = "._CAN_RECORD_REGISTRY"
+"""Of transformers, by class of model: a trace looks one class up, and which models another process has made is its own affair."""
 _OF_DYNAMO = {"DIMENSION_DYNAMIC_MARKING_GUARD"}
 """About marks that dynamo alone reads."""
 OF_THE_PROCESS = {"LAMBDA_GUARD", "GLOBAL_STATE", "TORCH_FUNCTION_MODE_STACK", "DEFAULT_DEVICE"}
@@ -131,13 +133,13 @@ def _read_globals(tree: Tree, node: Any, space: dict[str, Any]) -> None:
                 key = _literal(inner)
                 tree.builtins[key] = _read(one, value[key], key)
         elif (module := _module_of(name, value)) is not None:
-            _join(tree.modules, module, _read(below, value, module, is_shared=True))
+            _join(tree.modules, module, _read(below, value, module))
         elif name.startswith("___unnamed_scope") and str(value.get("__name__")).startswith("namedtuple_"):
             continue  # in which ``collections`` made a named tuple's ``__new__``
         elif name.startswith("___"):
             raise CannotDescribe(f"dynamo reads `{name}`, which it made")
         else:
-            tree.globals[name] = _read(below, value, name, is_shared=True)
+            tree.globals[name] = _read(below, value, name)
 
 
 def _module_of(name: str, value: Any) -> str | None:
@@ -162,14 +164,13 @@ def _join(known: dict[str, Node], name: str, node: Node) -> None:
         known[name] = node
 
 
-def _read(node: Any, value: Any, title: str, *, is_shared: bool = False) -> Node:
+def _read(node: Any, value: Any, title: str) -> Node:
     """Read a node and all below it.
 
     Args:
         node: of dynamo's tree.
         value: what it guards.
         title: how it was reached.
-        is_shared: it is no part of the model, but of a Python module that all models use.
     """
     found = Node(title, tuple(type(guard).__name__ for guard in node.get_leaf_guards()))
     for guard in node.get_leaf_guards():
@@ -179,13 +180,15 @@ def _read(node: Any, value: Any, title: str, *, is_shared: bool = False) -> Node
         if not isinstance(value, dict):
             raise CannotDescribe(f"items of `{title}` by place, a {name_of(type(value))}")
         items = list(dict.items(value))
+        is_registry = title.endswith(_REGISTRY)
+        if not is_registry:
+            # Dynamo asks for class and length of a dict that was walked through in no guard of their own.
+            found.facts += [["class", "", name_of(type(value))], ["length", "", len(value)]]
         for place, (key, item) in managers.items():
             name = items[place][0]
-            if is_shared and type(name) in (str, int):
-                # What other models have put into a registry before is another process's. Where a trace depends on the order or
-                # on all keys of a dict, dynamo asks for that in a guard of its own.
+            if is_registry and type(name) is str:
                 if item is not None:
-                    below = _read(item, items[place][1], f"{title}[{name!r:.60}]", is_shared=True)
+                    below = _read(item, items[place][1], f"{title}[{name!r:.60}]")
                     found.below.append((BY_KEY[0], repr(name), below))
                 continue
             found.items[place] = (
@@ -195,7 +198,7 @@ def _read(node: Any, value: Any, title: str, *, is_shared: bool = False) -> Node
     for accessor, below in zip(node.get_accessors(), node.get_child_managers(), strict=True):
         kind, text = type(accessor).__name__, accessor.repr()
         text = inside_of(text) if "(" in text else ""
-        inner = _read(below, reached(kind, text, value), f"{title}{step(kind, text)}", is_shared=is_shared)
+        inner = _read(below, reached(kind, text, value), f"{title}{step(kind, text)}")
         found.below.append((kind, text, inner))
     return found
 

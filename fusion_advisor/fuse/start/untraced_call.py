@@ -70,6 +70,8 @@ class UntracedCall:
         self._tries = self._runs = 0
         self._is_unchanged: Callable[[], bool] | None = None
         self._left: list[tuple[Node, Any]] = []
+        self._implied: dict[int, Any] = {}
+        self._began = compiled_code.global_state()
         self._state: Callable[[], bool] = _never
         self._tensors: list[torch.Tensor] = []
         self._inputs: list[torch.Tensor | None] = []
@@ -163,6 +165,8 @@ class UntracedCall:
         """
         if self._tries >= _MOST_TRIES:
             raise Differs(self.why or "the model changes at each call")
+        if compiled_code.global_state() != self._began:
+            raise Differs("torch's global state is another one")
         self._tries += 1
         self._is_unchanged = None
         frame, tree = self._traced.frame, self._traced.tree

@@ -47,6 +47,12 @@ def gives_gradients(graph_module: torch.fx.GraphModule) -> bool:
     return not all(any(value is one or value._base is one for one in given) for value in wanted)
 
 
+def reads_sizes(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a graph of fixed sizes takes a whole number out of a tensor: ``int()`` of a NumPy number, say."""
+    values = [node.meta.get("example_value") for node in graph_module.graph.nodes if node.op != "placeholder"]
+    return any(isinstance(value, torch.SymInt) for value in values) and not has_dynamic_shapes(graph_module)
+
+
 @contextlib.contextmanager
 def without_logged_guard_errors() -> Iterator[None]:
     """Let dynamo raise what it has to say of guards, and not write it to the terminal too, forty lines of it."""

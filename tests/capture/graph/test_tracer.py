@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from fusion_advisor.capture.graph.retrace import retrace, trace
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import OpClass, Ref
+from fusion_advisor.records.serialize import dump_record
 from tests.tiny import profiled, region_of, toy
 
 
@@ -276,6 +278,33 @@ def test_ops_that_the_models_own_gradients_go_through_are_left_out():
 def test_a_model_whose_result_carries_gradients_is_refused():
     with pytest.raises(CannotCapture, match="asks for gradients by itself"):
         capture_regions(Hands().eval(), (torch.randn(2, 3),), {})
+
+
+class Reads(torch.nn.Module):
+    """Computes with NumPy's numbers."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        if isinstance(self.number, np.integer):
+            return torch.tanh(x)[: int(self.number)] + 1
+        return torch.tanh(x) * float(self.number)
+
+
+def test_a_whole_number_of_numpys_is_no_size_of_a_graph():
+    with pytest.raises(CannotCapture, match="a whole number that it computes with is read from a tensor"):
+        capture_regions(Reads(np.int64(2)).eval(), (torch.randn(4, 3),), {})
+
+
+def test_a_number_of_numpys_is_the_value_of_an_op():
+    live = capture_regions(Reads(np.float64(1.5)).eval(), (torch.randn(4, 3),), {})
+    ops, _ = describe(live.regions[0])
+    (product,) = (op for op in ops if op.target.startswith("aten.mul"))
+    assert all(isinstance(argument, Ref) for argument in product.args)
+    text = dump_record(product, "a")
+    assert "Ref" in text
 
 
 @pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")])

@@ -160,6 +160,64 @@ def test_zeros_in_a_mask_are_shown_not_believed():
     assert shown.padding.form.masked == frozenset() and known.padding is None
 
 
+class Counts(Attends):
+    """Causal, but for a sum over all that an input holds."""
+
+    def forward(self, input_ids, attention_mask):
+        x = self.words(input_ids)
+        read = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.mlp(read) * (1 + (attention_mask == 0).sum())
+
+
+class CountsTypes(Counts):
+    """The same of an input that is no mask."""
+
+    def forward(self, input_ids, types):
+        return super().forward(input_ids, types == 0)
+
+
+class AddsTypes(Counts):
+    """Looks up a row for each token's type, which needs no evidence."""
+
+    def forward(self, input_ids, types):
+        x = self.words(input_ids) + self.words(types[:, :])
+        return self.mlp(torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
+
+
+@pytest.mark.parametrize(
+    ("maker", "name", "value", "names", "reason"),
+    [
+        (Counts, "attention_mask", torch.ones(3, 7, dtype=torch.int64), (), "changes results"),
+        (Counts, "attention_mask", torch.ones(3, 7, dtype=torch.bool), (), "changes results"),
+        (CountsTypes, "types", torch.zeros(3, 7, dtype=torch.int64), (), "`types` holds one number alone in the example"),
+        (AddsTypes, "types", torch.zeros(3, 7, dtype=torch.int64), ("batch", "seq"), ""),
+    ],
+)
+def test_an_example_of_one_number_alone_is_no_evidence(maker, name, value, names, reason):
+    with torch.no_grad():
+        kwargs = {"input_ids": torch.randint(0, 50, (3, 7)), name: value}
+        call, opened, point = piece_of(maker, "batch=2..64,seq=2..64", (), kwargs)
+        shown = show_padding(opened, call.ranges, [point], *trial_of(call, opened))
+    assert shown.names == names and all(reason in text for _, text in shown.refused)
+
+
+class Above(Mlp):
+    """Counts the rows above a limit that few reach; the count is made in one kernel with what it counts."""
+
+    def forward(self, x):
+        return super().forward(x) + (x[:, :1] > 3).sum(0)
+
+
+@needs_compiler
+def test_rows_that_a_limit_counts_are_not_padded():
+    with torch.no_grad():
+        fused, _ = ranged(Above)
+        (row,) = [row for row in fused.found.pieces if row.points]
+        assert row.padded == () and "what the padding holds changes results" in dict(row.not_padded)["batch"]
+        x = torch.full((37, 32), 5.0)
+        assert torch.allclose(fused(x), fused._original(x), rtol=1e-5, atol=1e-5)
+
+
 class Draws(Mlp):
     def forward(self, x):
         return super().forward(x) + torch.rand_like(x)

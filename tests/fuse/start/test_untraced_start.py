@@ -530,6 +530,14 @@ def evil_attribute(start):
     row[0], row[2], row[3], row[4] = "get_attr", f'a" + str({EVIL[2:]}) + "', [], {}
 
 
+def input_with_a_default(start):
+    next(row for row in start["graph"]["nodes"] if row[0] == "placeholder")[3] = [1.0]
+
+
+def input_named_as_a_keyword(start):
+    next(row for row in start["graph"]["nodes"] if row[0] == "placeholder")[2] = "class"
+
+
 def with_op(name):
     def change(start):
         next(row for row in start["graph"]["nodes"] if row[0] == "call_function")[2] = name
@@ -545,6 +553,8 @@ DAMAGES = {
     "code for an attribute": (evil_attribute, "a name like"),
     "a keyword for a name": (evil_name, "a name like 'import'"),
     "a function of Python's": (with_op("os.system"), "none of ATen's"),
+    "an input named as a keyword": (input_named_as_a_keyword, "a name like"),
+    "an input with a default": (input_with_a_default, "an input with a default"),
     "an op that is not there": (with_op("aten.no_such.default"), "torch does not have"),
     "another version of torch": (lambda start: start["versions"].update(torch="1.0"), "torch is"),
     "another version of ours": (lambda start: start["versions"].update({"fusion-advisor": "1"}), "fusion-advisor is"),

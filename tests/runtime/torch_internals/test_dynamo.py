@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch._C._dynamo import eval_frame
@@ -265,6 +266,16 @@ def test_a_result_that_carries_a_gradient_is_known():
             for function in (asked, lambda x: (x * weight, weight, weight.view(2, 2)))
         ]
     assert found == [True, False]
+
+
+def test_a_whole_number_out_of_a_tensor_is_known():
+    number, factor = np.int64(2), np.float64(2.5)
+    found = [
+        dynamo_graph(function, torch.randn(4), then=dynamo.reads_sizes)[1]
+        for function in (lambda x: x * int(number), lambda x: x * float(factor) + x.shape[0])
+    ]
+    assert found == [True, False]
+    assert not dynamo_graph(lambda x: x * (x.shape[0] + 1), torch.randn(4), dynamic=True, then=dynamo.reads_sizes)[1]
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
