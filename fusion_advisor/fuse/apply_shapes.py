@@ -103,8 +103,8 @@ class _Shapes:
     original: Callable[..., Any]
     kept: Collection[str] = ()
     """Ids of rewrites of the example's plan."""
-    has_graphs: bool = False
-    """Whether calls may run as CUDA graphs, so that padding is worth a trial."""
+    pads: bool = False
+    """Whether calls may run in CUDA graphs of larger shapes, where a trial shows that they can."""
     refused: set[str] = field(default_factory=lambda: {name for name, one in PASSES.items() if one.needs_numbers})
     """Graph passes that look at numbers or at tensors of one size."""
 
@@ -148,7 +148,7 @@ def serve_shapes(
     for call in calls:
         work = _Shapes(
             loaded=loaded, options=options, ranged=call, bandwidth=bandwidth, progress=progress, instruments=instruments,
-            original=original, kept=kept, has_graphs=fused.graphs is not None,
+            original=original, kept=kept, pads=fused.graphs is not None and options.pad_sizes,
         )  # fmt: skip
         served = []
         for piece in call.pieces(work.capture):
@@ -250,7 +250,7 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
         found.append(served)
     workpiece.forget_records()
     shown = ShownPadding()
-    if work.has_graphs:
+    if work.pads:
         spent_s, is_timed = time.perf_counter() - started, work.on_cuda and work.options.is_timed
         shown = tried_padding(work.ranged, opened, piece.box, found, work.instruments, spent_s=spent_s, is_timed=is_timed)
     rows = [replace(row, pads=shown.serves(point)) for row, point in zip(rows, found, strict=True)]

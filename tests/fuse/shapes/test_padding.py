@@ -152,9 +152,10 @@ def test_tokens_that_look_ahead_are_not_padded_but_rows_are():
 
 
 @needs_compiler
-def test_no_padding_where_calls_are_no_graphs():
+@pytest.mark.parametrize("how", [{"has_graphs": False}, {"pads": False}], ids=["no graphs", "not asked for"])
+def test_no_padding_where_calls_are_no_graphs_or_none_is_asked_for(how):
     with torch.no_grad():
-        fused, _ = ranged(has_graphs=False)
+        fused, _ = ranged(**how)
         assert all(piece.padding is None for piece in fused.shapes[0].pieces)
         assert is_right(fused, 33) and is_right(fused, 34)
 
@@ -297,7 +298,7 @@ def test_real_graphs_of_a_capacity_give_what_the_original_ops_give():
         graphs = Graphs(CudaRecorder())
         fused = FusedModel(model, live.regions, Bench(live, on_cuda=True).build((), ()).modules, loaded_args, {}, graphs=graphs)
         loaded = describe_live(model, loaded_args)
-        options = ApplyOptions(shapes=read_shapes("batch=2..16,seq=2..256"), keep="verified", compile=False)
+        options = ApplyOptions(shapes=read_shapes("batch=2..16,seq=2..256"), keep="verified", compile=False, pad_sizes=True)
         found = serve_shapes(
             fused, loaded, options, check_ranges(loaded, options), measure_bandwidth(torch.device("cuda")), Progress()
         )  # fmt: skip
