@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor.capture.graph.fx_nodes import storages
 from fusion_advisor.fuse.train.passes.freed_arguments import taking_a_list
-from fusion_advisor.runtime.torch_internals import autograd_graphs
+from fusion_advisor.runtime.torch_internals import autograd_graphs, fake_mode
 
 LEAST_BYTES = 16 << 20
 """Of a gradient that is left out: zeros of fewer take no time."""
@@ -99,9 +100,19 @@ def _take_out(graph_module: GraphModule, zeros: set[Node]) -> bool:
             return False
         node.replace_all_uses_with(rest[0])
         graph_module.graph.erase_node(node)
+        _move_views(graph_module, node, rest[0])
     for node in reversed(passed):
         graph_module.graph.erase_node(node)
     return True
+
+
+def _move_views(graph_module: GraphModule, erased: Node, source: Node) -> None:
+    """Let views of an erased op's result lie in the memory of what stands in its place: else they would count as copies."""
+    (key,), moved = storages(erased), {source}
+    for node in graph_module.graph.nodes:
+        if not moved.isdisjoint(node.all_input_nodes) and key in storages(node):
+            node.meta["val"] = fake_mode.fake_result(graph_module, node)
+            moved.add(node)
 
 
 def _is_like(one: Node, other: Node) -> bool:

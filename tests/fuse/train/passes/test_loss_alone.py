@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fusion_advisor.capture.graph.fx_nodes import storages
 from fusion_advisor.fuse.train.passes.loss_alone import OTHER_GRADIENTS, for_loss_alone
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 from tests.fuse.step_graph.fake_passes import FakePasses
@@ -62,6 +63,15 @@ def test_the_loss_alone_has_a_gradient_and_nobody_makes_zeros():
         plain(*batch())[0].backward()
     compare(gradients(model), gradients(plain))
     torch.testing.assert_close(logits, plain(*batch())[1], rtol=2e-5, atol=2e-6)
+
+
+def test_views_lie_in_the_memory_of_what_they_show():
+    """A view of the sum that was left out would count as a copy, and end the chain of the loss's gradient."""
+    _, _, compiled, backend = made()
+    compiled(*batch())[0].backward()
+    nodes = list(backend.graphs[0].halves[1].graph.graph.nodes)
+    views = [node for node in nodes if node.target is torch.ops.aten.view.default]
+    assert views and all(storages(node) == storages(node.args[0]) for node in views)
 
 
 @pytest.mark.parametrize("ends", [(1,), (0, 1), (0,)], ids=["logits", "both", "loss"])
