@@ -55,7 +55,7 @@ class AppliedRun:
     parts: tuple[tuple[str, Report, Capture], ...] = ()
     """Further regimes of the same model, each with a report of its own: (folder, report, capture)."""
     write_start: Callable[[Path], str] | None = None
-    """Writes what a start without a trace needs beside the capture, and returns why it cannot; None where nothing was kept."""
+    """Writes what a start without a trace needs in addition to the capture. Returns why it cannot. None: nothing was kept."""
 
     def revert(self) -> None:
         """Put the original model back."""

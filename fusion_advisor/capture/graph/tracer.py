@@ -70,7 +70,7 @@ class Region:
         route: what runs in its place when the captured call is made again; None for a graph that no dynamo call leads to.
         code: of every function that dynamo looked through for it.
         training_pass: ``forward`` or ``backward`` of a training step; empty in any other.
-        effects: what its call leaves behind in Python, beside its result and its tensors.
+        effects: what its call changes in Python that outlives it; its result and its tensors do not count.
         digests: of dynamo's graph, and of the graphs inside it.
     """
 

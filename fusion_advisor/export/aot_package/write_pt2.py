@@ -186,7 +186,7 @@ def _run(command: list[str], folder: Path, what: str) -> None:
 def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
     """Return the line that says why a process failed, or the signal that ended it and a compiler that is the usual cause.
 
-    On one H200's host ``CXX`` named a compiler of its own beside the system's. AOTInductor's packages of any model that it made
+    On one H200's host ``CXX`` named another compiler than the system's. AOTInductor's packages of any model that it made
     ended with SIGSEGV in ``std::regex`` when they were loaded; those that the system's g++ 13.3 made ran.
 
     Args:

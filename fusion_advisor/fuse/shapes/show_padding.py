@@ -37,7 +37,7 @@ _LARGE = 100.0
 """Times a normal number: far outside of what a model reads, and no infinity in float16 after a product."""
 _FAILURES = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
 """Of a call at sizes that nobody asked for."""
-WRITES = "the call writes to what it is given, as a decode step does to a cache of fixed size, and would write padding there too"
+WRITES = "the call writes to its arguments (a decode step writes to its static cache), so it would write padding there"
 
 Given = Callable[[Sizes], Sequence[Any]]
 """Returns what the piece's graph is called with at some sizes."""

@@ -241,9 +241,13 @@ def _reaches(node: Node, value: Any) -> Iterator[tuple[Node, Callable[[], Any]]]
         for place, pair in node.items.items():
             for one, part in zip(pair, (0, 1), strict=True):
                 if one is not None:
-                    yield one, lambda place=place, part=part: items[place][part]  # type: ignore[misc]
+                    yield one, functools.partial(_part_of_item, items, place, part)
     for kind, text, below in node.below:
-        yield below, lambda kind=kind, text=text: reached(kind, text, value)  # type: ignore[misc]
+        yield below, functools.partial(reached, kind, text, value)
+
+
+def _part_of_item(items: Sequence[tuple[Any, Any]], place: int, part: int) -> Any:
+    return items[place][part]
 
 
 def _sentence(title: str, kind: str, argument: Any, now: Any, expected: Any) -> str:

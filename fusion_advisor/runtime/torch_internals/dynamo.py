@@ -94,8 +94,9 @@ def traced_code() -> tuple[CodeType, ...]:
 
 
 def lasting_effects() -> tuple[str, ...]:
-    """Return what the call that the backend has in hand leaves behind in Python, beside its result and its tensors.
+    """Return what the call that the backend has in hand changes in Python and what outlives it.
 
+    Its result and its tensors do not count.
     Dynamo runs the graph and then makes what the call did to lists, dicts and attributes good. What a call sets to what it was
     leaves nothing behind, nor does what it puts into its own ``**kwargs``.
     """
@@ -125,7 +126,7 @@ def _kind_of(var: Any) -> str:
         return type(var.value).__name__
     try:
         return str(var.python_type().__name__)
-    except NotImplementedError:
+    except NotImplementedError:  # dynamo follows it without saying of which class it is
         return type(var).__name__
 
 

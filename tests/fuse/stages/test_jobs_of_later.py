@@ -24,10 +24,13 @@ from fusion_advisor.fuse.stages.linear_kernels import header_of
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
 from tests.autotune.test_tune import CUDA, FakeGpu
 from tests.codegen.gemm.test_problem import H200, HEADER, measured
+from tests.fuse import test_pipeline
 from tests.fuse.stages.test_try_layout_change_merge import gated, planted
 from tests.fuse.stages.test_try_linear_kernels import bench_of, decoder
-from tests.fuse.test_pipeline import pytestmark, quick  # noqa: F401
 from tests.tiny import patterns, profile_live
+
+pytestmark = test_pipeline.pytestmark
+quick = test_pipeline.quick
 
 CPU = torch.device("cpu")
 
@@ -41,7 +44,7 @@ def programs_of(jobs):
     return {job.program for job in jobs if isinstance(job, Job)}
 
 
-def test_the_kernels_of_merged_products_are_those_that_merging_binds(quick):  # noqa: F811
+def test_the_kernels_of_merged_products_are_those_that_merging_binds(quick):
     kept = {item.planned.program for item in apply_workload(gated(), quick, instruments=planted()).fused._plan.fusions}
     bench, planned = planned_bench(gated())
     before, later = {one.program for one in planned}, programs_of(jobs_of_later(bench, planned, ApplyOptions(), CPU))
@@ -61,7 +64,8 @@ def test_linears_are_those_of_the_merged_graph():
     bench = Bench(capture_regions(loaded.model, (), loaded.kwargs), on_cuda=False)
     kinds = find_kinds(bench_of(decoder()))
 
-    def linears(options=ApplyOptions(), **more):  # noqa: B008
+    def linears(options=None, **more):
+        options = options or ApplyOptions()
         jobs = jobs_of_later(bench, (), options, CUDA, gpu=FakeGpu(), **more)
         return {(job.problem, job.header.title) for job in jobs if isinstance(job, LinearJob)}
 

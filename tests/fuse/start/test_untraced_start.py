@@ -25,11 +25,13 @@ from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
 from fusion_advisor.fuse.start.made_again import start_again
 from fusion_advisor.fuse.start.record import NAME
 from fusion_advisor.workload.load import describe_live
+from tests.fuse import test_pipeline
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.start import network
 from tests.fuse.start.saved import a_network, edit, frames, put_in, run_of, traced
-from tests.fuse.test_pipeline import pytestmark  # noqa: F401
 from tests.tiny import BANDWIDTH, cache_in, decode_step, gpt2, llama, qwen2
+
+pytestmark = test_pipeline.pytestmark
 
 
 def options_in(folder):
@@ -606,8 +608,6 @@ def test_a_file_that_cannot_be_read_is_not_used(content, folder, tmp_path):
 
 class Counting(torch.nn.Module):
     """Appends to a list of Python's at each call."""
-
-    seen: list = []  # noqa: RUF012
 
     def __init__(self):
         super().__init__()

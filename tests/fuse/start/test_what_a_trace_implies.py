@@ -11,9 +11,11 @@ import torch
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.workload.load import describe_live
+from tests.fuse import test_pipeline
 from tests.fuse.start.saved import put_in, run_of, traced
 from tests.fuse.start.test_untraced_start import options_in, own
-from tests.fuse.test_pipeline import pytestmark  # noqa: F401
+
+pytestmark = test_pipeline.pytestmark
 
 FACTORS = {"one": 1.5, "two": 0.5}
 
