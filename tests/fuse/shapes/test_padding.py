@@ -206,7 +206,7 @@ def test_a_call_that_writes_to_what_it_is_given_is_not_padded():
     with torch.no_grad():
         fused, _ = ranged(Writes, shapes="batch=2..64", args=(torch.randn(5, 32), torch.zeros(5, 32)))
         (row,) = [row for row in fused.found.pieces if row.points]
-        assert row.padded == () and "writes to what it is given" in dict(row.not_padded)["batch"]
+        assert row.padded == () and "writes to its arguments" in dict(row.not_padded)["batch"]
         for rows in (33, 34, 35):
             x, kept, other = torch.randn(rows, 32), torch.zeros(rows, 32), torch.zeros(rows, 32)
             assert torch.allclose(fused(x, kept), fused._original(x, other), rtol=1e-5, atol=1e-5)
