@@ -165,19 +165,20 @@ def measure(case: str, layers: int, calls: int) -> Overhead:
     )  # fmt: skip
 
 
+def known(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that runs once and returns that result from then on."""
+    found: list[Any] = []
+
+    def answer(*args: Any) -> Any:
+        if not found:
+            found.append(forward(*args))
+        return found[0]
+
+    return answer
+
+
 def _answer_at_once(live: LiveCapture, call: Callable[[], Any]) -> None:
     """Let each graph return what it returned the first time."""
-
-    def known(forward: Callable[..., Any]) -> Callable[..., Any]:
-        found: list[Any] = []
-
-        def answer(*args: Any) -> Any:
-            if not found:
-                found.append(forward(*args))
-            return found[0]
-
-        return answer
-
     for region in live.regions:
         assert region.route is not None
         region.route.forward = known(region.route.forward)

@@ -33,7 +33,7 @@ from fusion_advisor.fuse.shapes.ranged_calls import ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ShapeTable, serving
 from fusion_advisor.runtime.call_tensors import objects_in
 from fusion_advisor.workload.load import describe_live
-from tools.call_overhead import model_of
+from tools.call_overhead import known, model_of
 
 CASES = {
     "gpt2, static cache": ("gpt2-prefill", "static decode"),
@@ -131,17 +131,6 @@ def measure(case: str, layers: int, calls: int) -> float:
 
 def _answer_at_once(fused: FusedModel) -> None:
     """Let each piece's graph return what it returned the first time."""
-
-    def known(forward: Callable[..., Any]) -> Callable[..., Any]:
-        found: list[Any] = []
-
-        def answer(*args: Any) -> Any:
-            if not found:
-                found.append(forward(*args))
-            return found[0]
-
-        return answer
-
     for piece in (piece for table in fused.shapes for piece in table.pieces):
         if piece.route is not None:
             piece.route.forward = known(piece.route.forward)

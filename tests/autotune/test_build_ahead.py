@@ -77,14 +77,20 @@ def test_binding_finds_what_was_compiled_ahead(caches, tmp_path, program):
     assert entries(caches / "triton") == made
 
 
-@pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core")
-def test_cubins_are_kept_for_a_bind(caches):
-    asked = jobs("cuda", programs.softmax(64, 512, "bfloat16"))
+def cubins_of(asked, caches):
+    """Compile jobs ahead; returns the cubins that were kept, one for each."""
     with BuildAhead(90, processes=2) as ahead:
         ahead.submit(asked)
         ahead.wait(asked)
     kept = list((caches / "own").rglob("*.cubin"))
     assert len(kept) == len(asked)
+    return kept
+
+
+@pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core")
+def test_cubins_are_kept_for_a_bind(caches):
+    asked = jobs("cuda", programs.softmax(64, 512, "bfloat16"))
+    kept = cubins_of(asked, caches)
     for job in asked:
         rendered = descriptor("cuda").maker().render(job.program, HEADER, tuning=job.tuning, fast_math=False)
         descriptor("cuda").compile_for(job.program, rendered, 90)
@@ -95,11 +101,7 @@ def test_cubins_are_kept_for_a_bind(caches):
 def test_cubins_of_linears_are_kept_for_a_bind(caches):
     problem = GemvProblem(m=2, n=64, k=256, dtype="bfloat16", has_norm=True)
     asked = [LinearJob(problem=problem, header=HEADER, config=config) for config in gemv_candidates(problem, ("cuda",))[:2]]
-    with BuildAhead(90, processes=2) as ahead:
-        ahead.submit(asked)
-        ahead.wait(asked)
-    kept = list((caches / "own").rglob("*.cubin"))
-    assert len(kept) == len(asked)
+    kept = cubins_of(asked, caches)
     for job in asked:
         compile_for(GemvCuda().render(problem, HEADER, config=job.config), 90)
     assert list((caches / "own").rglob("*.cubin")) == kept
