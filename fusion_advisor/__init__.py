@@ -40,15 +40,18 @@ def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> NotebookRepo
 
     Raises:
         CannotCapture: dynamo captured no graph of the model.
+        UsageError: an option has a value out of its range.
+        TypeError: an option does not exist.
         OutOfMemory: with what to try instead.
     """
     from fusion_advisor.fuse.pipeline import profile_workload
     from fusion_advisor.fuse.plan.options import ProfileOptions
+    from fusion_advisor.fuse.plan.python_options import read_options
     from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
 
     loaded = describe_live(model, *_call(inputs))
-    report, _ = profile_workload(loaded, _named("profile", loaded, ProfileOptions(**options)))
+    report, _ = profile_workload(loaded, _named("profile", loaded, read_options(ProfileOptions, options)))
     return for_notebook(report)
 
 
@@ -91,8 +94,9 @@ def apply(
         CannotCapture: dynamo captured no graph of the model.
         ModelInTraining: the model, or a dropout in it, is in ``train()`` mode.
         NotTrainable: for ``phase="train"``, no output depends on a parameter, or the step raises.
-        UsageError: an option that the phase cannot serve.
-        TypeError: options together with a plan, a plan for ``phase="train"``, another phase, or an argument that is no module.
+        UsageError: an option that the phase cannot serve, or with a value out of its range.
+        TypeError: an option that does not exist, options together with a plan, a plan for ``phase="train"``, another phase, or an
+            argument that is no module.
         PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
     """
@@ -113,10 +117,10 @@ def apply(
         return _put_in(loaded, plan)
     from fusion_advisor.export.formats.write import write_run
     from fusion_advisor.fuse.plan.options import ApplyOptions
-    from fusion_advisor.fuse.plan.size_ranges import asked_shapes
+    from fusion_advisor.fuse.plan.python_options import read_options
     from fusion_advisor.report.html.notebook import for_notebook
 
-    chosen = _named("apply", loaded, ApplyOptions(**{**options, "shapes": asked_shapes(options.get("shapes"))}))
+    chosen = _named("apply", loaded, read_options(ApplyOptions, options))
     take_out(model)
     run = _applied(loaded, chosen)
     run.fused.report = for_notebook(run.report)

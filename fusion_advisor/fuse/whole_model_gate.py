@@ -55,13 +55,16 @@ def why_nothing_stays(
     if not is_time_judged:
         return None
     if is_device_judged and after_ns > before_ns:
-        return (
-            f"device time would rise from {before_ns / 1e6:.3f} to {after_ns / 1e6:.3f} ms against eager: everything was reverted"
-        )
+        return f"device time would rise {_from_to(before_ns, after_ns)} against eager: everything was reverted"
     if wall_after.ci_low_ns > wall_before.ci_high_ns:
-        rise = f"from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms"
-        return f"the step would rise {rise}: everything was reverted"
+        return f"the step would rise {_from_to(wall_before.median_ns, wall_after.median_ns)}: everything was reverted"
     return None
+
+
+def _from_to(before_ns: float, after_ns: float) -> str:
+    """Return both times in one unit, with a digit more than other sentences have: they may be near each other."""
+    scale, unit = (1e6, "ms") if after_ns >= 1e6 else (1e3, "µs")
+    return f"from {before_ns / scale:,.3f} to {after_ns / scale:,.3f} {unit}"
 
 
 def why_parts_do_not_pay(decision: Decision, before: Timing, after: Timing, confidence: float) -> str | None:

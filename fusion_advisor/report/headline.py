@@ -27,6 +27,12 @@ def kept_count(report: Report) -> int:
     return statuses.count(Status.KEPT)
 
 
+def is_reverted(report: Report) -> bool:
+    """Whether a step with rewrites was measured and the model then given back: the step after is not what the user has."""
+    is_measured = report.status == "applied" and report.after is not None and not baseline_rows.is_unchanged(report)
+    return is_measured and bool(report.fusions or report.rewrites) and not kept_count(report)
+
+
 def headline(report: Report) -> Headline:
     """The verdict: bad news first, then what was gained, then what was found."""
     tone, text = _result(report)
@@ -94,6 +100,8 @@ def _compared_with(report: Report) -> tuple[str, str]:
     if baseline_rows.is_unchanged(report):
         return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
     against_eager = _kept_by_itself(report, _against(report, "eager", "", what, before, after))
+    if is_reverted(report):
+        return against_eager[0], f"The model was left as it was. The step with all rewrites: {_lowered(against_eager[1])}"
     if report.baseline == "eager":
         return against_eager
     compiled = baseline_rows.best_compile(report)
@@ -143,3 +151,7 @@ def _against(report: Report, rival: str, mode: str, what: str, before: Timing, a
     tone, words = first_screen.compared(before, after, f"{rival}{mode}")
     times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per {training.step_word(report)} ({what})"
     return tone, f"{words[0].upper()}{words[1:]}: {times}."
+
+
+def _lowered(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]

@@ -20,12 +20,12 @@ def step(compute_ns, between=(0, 0)):
     )  # fmt: skip
 
 
-def judge(before, after, *, wall_after=FAST):
+def judge(before, after, *, wall_before=SLOW, wall_after=FAST):
     """What the gate says of two steps on a GPU."""
     device_ns = comparable_device_ns(before, after)
     before_ns, after_ns = device_ns or (0, 0)
     return why_nothing_stays(
-        True, before_ns, after_ns, SLOW, wall_after, is_device_judged=device_ns is not None, is_time_judged=True
+        True, before_ns, after_ns, wall_before, wall_after, is_device_judged=device_ns is not None, is_time_judged=True
     )
 
 
@@ -45,4 +45,10 @@ def test_kernels_that_took_over_what_ran_between_ranks_are_judged_by_the_wall():
     before, after = step(3_055_000, (17, 5_323_000)), step(6_000_000, (1, 300_000))
     assert judge(before, after) is None
     slower = as_timing([16_500_000] * 6, "wall")
-    assert "the step would rise from 15.50 to 16.50 ms" in judge(before, after, wall_after=slower)
+    assert "the step would rise from 15.500 to 16.500 ms" in judge(before, after, wall_after=slower)
+
+
+def test_a_step_of_microseconds_rises_by_a_number_that_is_seen():
+    fast, slow = as_timing([20_391] * 6, "wall"), as_timing([22_980] * 6, "wall")
+    refusal = judge(step(1_000, (0, 0)), step(900, (0, 0)), wall_before=fast, wall_after=slow)
+    assert "from 20.391 to 22.980 µs" in refusal

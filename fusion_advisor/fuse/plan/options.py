@@ -101,6 +101,13 @@ class ProfileOptions:
     run_id: str = ""
     config_hash: str = ""
 
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 0), ("runs", 1), ("min_time_s", 0), ("steps", 1), ("top", 1)):
+            if not least <= getattr(self, name) < math.inf:
+                raise UsageError(detail=f"{name} is {getattr(self, name)}", help=f"the least is {least}")
+        if not 0 <= self.min_share < 1:
+            raise UsageError(detail=f"min_share {self.min_share:g} is no share", help="0.01 is 1 % of the step")
+
     @property
     def only_kernels(self) -> tuple[str, ...]:
         """Patterns of ``only`` that name kernels."""
@@ -202,6 +209,7 @@ class ApplyOptions(ProfileOptions):
     remembers: bool = False
 
     def __post_init__(self) -> None:
+        ProfileOptions.__post_init__(self)
         if self.exact and self.fast_math:
             raise UsageError(detail="--exact and --fast-math contradict each other", help="leave one of them out")
         for option, value in (("--rtol", self.rtol), ("--atol", self.atol)):
@@ -209,6 +217,8 @@ class ApplyOptions(ProfileOptions):
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
         if self.graphs < 1:
             raise UsageError(detail=f"graphs={self.graphs} keeps no CUDA graph", help="graph=False tries none")
+        if not 0 <= self.min_gain < 1:
+            raise UsageError(detail=f"min_gain {self.min_gain:g} is no share", help="0.01 is 1 % of the step")
         if not 0 <= self.memory_budget <= 1:
             raise UsageError(detail=f"--memory-budget {self.memory_budget:g} is no share", help="pass 0 to 1, or leave it out")
         if not 0.5 < self.confidence < 1:

@@ -17,7 +17,7 @@ import torch
 from fusion_advisor.errors import CannotCopy, CannotExport
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.slot.counters import Fallbacks, LaunchCounter
-from fusion_advisor.records import Report
+from fusion_advisor.records import Fusion, GraphRewrite, Report, Status
 from fusion_advisor.runtime.torch_internals import dynamo, module_call
 
 TRANSFORMED = "the call is under a transform of torch.func (vmap, grad, jvp) or under forward-mode differentiation"
@@ -78,6 +78,17 @@ class InPlace:
         of dynamo's guards and thrown away counts: its kernels ran.
         """
         return self._launches.count
+
+    def __repr__(self) -> str:
+        """Return the model's class, what was kept, and whether it is in place."""
+        where = "in place" if self.is_applied else "not in place"
+        lines = [f"<{type(self).__name__} of {type(self.model).__name__}, {where}"]
+        if self.report is not None:
+            tried: list[Fusion | GraphRewrite] = [*self.report.rewrites, *self.report.fusions]
+            kept = [row.id for row in tried if row.status is Status.KEPT]
+            lines.append(f"kept: {', '.join(kept) or 'nothing'}")
+        lines += [f"{count} of its calls ran the original ops" for count in (sum(self.fallbacks.values()),) if count]
+        return "; ".join(lines) + ">"
 
     def _repr_html_(self) -> str | None:
         """What Jupyter shows: the report's own view, and how things stand now; None leaves it to ``repr``."""

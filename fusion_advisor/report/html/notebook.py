@@ -26,9 +26,15 @@ _MOST_WARNINGS = 5
 
 
 class NotebookReport(Report):
-    """A report that shows itself in a notebook and gives its rows as pandas frames; made by :func:`for_notebook`."""
+    """A report that shows itself in a notebook or at a prompt, and gives its rows as pandas frames. See :func:`for_notebook`."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Return what the terminal shows: the record's own text would hold the source of every kernel."""
+        from fusion_advisor.report.terminal.result import as_text
+
+        return as_text(self)
 
     def to_frame(self, name: str | None = None) -> pandas.DataFrame:
         """Return the report's rows as a pandas frame; whole numbers are ``Int64``, and NA is what was not measured.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -332,3 +333,16 @@ def _predicted_intervals(rows: Sequence[Fusion | GraphRewrite]) -> list[Column]:
 def summary_line(report: Report) -> str:
     """Return the one line that ``-q`` leaves."""
     return f"{headline(report).text} {plural(kept_count(report), 'rewrite')} kept."
+
+
+def as_text(report: Report, width: int = 120) -> str:
+    """Return that table as plain text, for a Python prompt.
+
+    Args:
+        report: any report.
+        width: of a line, in characters.
+    """
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(result_table(report, console))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

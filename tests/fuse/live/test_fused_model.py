@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 import fusion_advisor.fuse.live.fused_model as model_module
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.records import Status
 from fusion_advisor.report.html.notebook import for_notebook
 from fusion_advisor.runtime.torch_internals import cuda_state
 from tests.report.fixtures import applied
@@ -86,6 +87,16 @@ def test_a_notebook_shows_the_report_and_how_things_stand(fused, x):
         shown = fused._repr_html_()
     assert "What was kept is in place." in shown and "1 of its calls ran the original ops: gradients are enabled" in shown
     assert "1.19× faster than eager" in shown
+
+
+def test_a_prompt_shows_the_model_what_was_kept_and_how_things_stand(fused, x):
+    name = type(fused.model).__name__
+    assert repr(fused) == f"<FusedModel of {name}, not in place>"
+    fused.report = for_notebook(applied())
+    kept = [row.id for row in (*fused.report.rewrites, *fused.report.fusions) if row.status is Status.KEPT]
+    with fused, pytest.warns(UserWarning, match="gradients"):
+        fused(x)
+        assert repr(fused) == f"<FusedModel of {name}, in place; kept: {', '.join(kept)}; 1 of its calls ran the original ops>"
 
 
 def test_right_kernels_give_the_models_own_results():

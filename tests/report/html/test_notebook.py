@@ -3,17 +3,33 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pandas
 import pytest
 
 from fusion_advisor.errors import UsageError
-from fusion_advisor.records import Report
+from fusion_advisor.records import Report, Status
 from fusion_advisor.report import shared_rows, tables
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html.notebook import for_notebook
 from tests.report.fixtures import ALL, applied, failed_numbers, hostile, profiled, real
 from tests.report.html.test_page import Page
+
+
+@pytest.mark.parametrize("make", [*ALL.values(), real])
+def test_a_prompt_shows_what_the_terminal_shows(make: Callable[[], Report]) -> None:
+    shown = str(for_notebook(make()))
+    assert headline(make()).text.split(":")[0].split()[0] in shown
+    assert "RenderedKernel" not in shown and "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 120 and len(shown.splitlines()) < 120
+
+
+def test_a_step_that_was_reverted_is_not_said_to_be_the_models() -> None:
+    rows = tuple(replace(row, status=Status.NOT_REPLACED) for row in applied().fusions)
+    report = replace(applied(), fusions=rows, rewrites=())
+    assert headline(report).text.startswith("The model was left as it was. The step with all rewrites: ")
+    assert not headline(applied()).text.startswith("The model was left")
 
 
 @pytest.mark.parametrize("make", [*ALL.values(), real])
