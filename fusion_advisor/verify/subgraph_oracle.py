@@ -273,14 +273,21 @@ def _float64_of_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.bool or tensor.is_complex() else tensor.to(torch.float64)
 
 
+def wide_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
+    """Return the wide dtype for floats, the complex one of its parts for complex numbers, other dtypes as they are."""
+    if dtype.is_complex:
+        return wide.to_complex()
+    return wide if dtype.is_floating_point else dtype
+
+
 def to_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a floating tensor in fp64 with the same strides; other tensors pass through."""
+    """Return a tensor of floats or complex numbers in fp64 with the same strides; other tensors pass through."""
     return widened(tensor, torch.float64)
 
 
 def widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a floating tensor in another dtype with the same strides; other tensors pass through."""
-    if not tensor.is_floating_point():
+    """Return a tensor of floats or complex numbers in another dtype with the same strides; other tensors pass through."""
+    if tensor.dtype == (dtype := wide_dtype(tensor.dtype, dtype)):
         return tensor
     # Through the memory it lies in, which also serves expanded tensors: their elements share addresses and cannot be copied to.
     memory = tensor.as_strided((extent(tensor),), (1,))
@@ -304,7 +311,7 @@ def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 
 def _wider(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
+        return wide_dtype(value, torch.float64)
     if isinstance(value, tuple | list):
         return type(value)(_wider(item) for item in value)
     if isinstance(value, dict):

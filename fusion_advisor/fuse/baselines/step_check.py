@@ -9,7 +9,6 @@ eager's steps of several seeds are the measure: a wrong loss and a missing or do
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
 from fusion_advisor.records import StepCheck
 from fusion_advisor.verify.accuracy import error_of
 from fusion_advisor.verify.subgraph_oracle import widened
+from fusion_advisor.verify.wide_copies import widened_copy
 
 OTHER_NUMBERS = "other random numbers"
 _SEEDS = (1, 2, 3)
@@ -193,7 +193,7 @@ def _states(devices: Sequence[int]) -> list[torch.Tensor]:
 def _wide_step(eager: TrainingWay, wide: torch.dtype) -> _Step | None:
     """Run the step of a copy of the model in a wider dtype; None where there is no memory or no kernel for it."""
     try:
-        twin = copy.deepcopy(eager.model).to(wide)
+        twin = widened_copy(eager.model, wide)
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: widened(one, wide), (eager.args, dict(eager.kwargs)))
         way = TrainingWay(model=twin, args=args, kwargs=kwargs, forward=twin, model_id=eager.model_id)
         return _run(way, 0)[0]

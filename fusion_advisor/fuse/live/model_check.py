@@ -5,7 +5,7 @@ Tensors that a call writes to (a KV cache, a count) are outputs like any other: 
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,8 @@ from fusion_advisor.fuse.cuda_graph.capturable import writes_of
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
 from fusion_advisor.verify.compare_models import check_model
-from fusion_advisor.verify.subgraph_oracle import to_float64, widened
+from fusion_advisor.verify.subgraph_oracle import to_float64, wide_dtype, widened
+from fusion_advisor.verify.wide_copies import widened_copy, widened_leaf
 from fusion_advisor.workload.device import is_out_of_memory, memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -71,7 +72,7 @@ def check_whole_model(
         key: (ours.written[key] != before) | (theirs.written[key] != before) for key, before in written.before.items()
     }
     fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, truth))
-    exact = {_COUNTS, *(title for title, tensor in ours.outputs if not tensor.is_floating_point() and not tensor.is_complex())}
+    exact = {_COUNTS, *(title for title, tensor in ours.outputs if _is_counted(tensor))}
     return check_model(fused_rows, eager_rows, true_rows, name, tolerance=tolerance, exact=exact)
 
 
@@ -92,13 +93,20 @@ class _Outcome:
         """One flat tensor of what was written to floats, layer after layer, and one of counts, which must be equal."""
         rows = []
         for title, is_float in (("written values", True), (_COUNTS, False)):
-            names = [
-                name for name, tensor in self.written.items() if tensor.is_floating_point() is is_float and masks[name].any()
-            ]
+            names = [name for name, tensor in self.written.items() if _is_counted(tensor) is not is_float and masks[name].any()]
             if names:
-                flat = torch.cat([self.written[name][masks[name]].flatten() for name in names])
+                flat = torch.cat([_as_real(self.written[name][masks[name]]).flatten() for name in names])
                 rows.append((title, flat if is_float else flat.to(torch.float64)))
         return rows
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or booleans."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _judged(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -106,7 +114,7 @@ def _judged(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Te
 
     Beside floats, integers are mostly what was chosen by comparing them, and a tie may fall either way.
     """
-    pairs = [(name, torch.view_as_real(tensor) if tensor.is_complex() else tensor) for name, tensor in outputs]
+    pairs = [(name, _as_real(tensor)) for name, tensor in outputs]
     if any(tensor.is_floating_point() for _, tensor in pairs):
         return pairs
     return [(name, tensor.to(torch.float64)) for name, tensor in pairs]
@@ -146,20 +154,13 @@ def _oracle(
         return None, "eager"
     model, problem = None, ""
     try:
-        model = copy.deepcopy(loaded.model).to(wide)
+        model = widened_copy(loaded.model, wide)
     except (RuntimeError, TypeError) as error:  # holds a tensor with a history, or a lock: no copy of it can be made
         problem = f"no copy: {error}"
     if (worst or str)(problem) or model is None:
         return None, "eager"
 
-    def widened(leaf: Any) -> Any:
-        if isinstance(leaf, torch.dtype):  # a cache keeps the dtype of its tensors
-            return wide if leaf.is_floating_point else leaf
-        if isinstance(leaf, torch.Tensor):
-            return leaf.to(wide, copy=True) if leaf.is_floating_point() else leaf.clone()
-        return leaf
-
-    args, kwargs = copied((loaded.args, loaded.kwargs), widened)
+    args, kwargs = copied((loaded.args, loaded.kwargs), functools.partial(widened_leaf, wide=wide))
     output = None
     try:
         output = model(*args, **kwargs)
@@ -240,7 +241,7 @@ class Wide(torch.fx.Interpreter):
 
         def leaf(one: Any) -> Any:
             if isinstance(one, torch.dtype):
-                return self.dtype if one.is_floating_point else one
-            return widened(one, self.dtype) if isinstance(one, torch.Tensor) and one.dtype != self.dtype else one
+                return wide_dtype(one, self.dtype)
+            return widened(one, self.dtype) if isinstance(one, torch.Tensor) else one
 
         return pytree.tree_map(leaf, value)

@@ -1,4 +1,4 @@
-"""The whole model's check on several ranks: a copy in a wider dtype runs its collectives with all of them, or with none."""
+"""The whole model's check: what its copy in a wider dtype holds, and on which ranks it runs."""
 
 from __future__ import annotations
 
@@ -47,6 +47,41 @@ def test_a_copy_that_one_rank_cannot_run_is_compared_with_on_none():
     assert oracle_of(Narrow(torch.OutOfMemoryError("no memory"))) == "eager"  # one process goes on
     with pytest.raises(torch.OutOfMemoryError):  # other ranks wait in the copy's collectives
         oracle_of(Narrow(torch.OutOfMemoryError("no memory")), worst=str)
+
+
+class Turned(torch.nn.Module):
+    """Turns pairs by complex numbers, as Llama's first code did, mixes them, and counts into a complex buffer."""
+
+    def __init__(self):
+        super().__init__()
+        made = torch.Generator().manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat, generator=made))
+        self.register_buffer("turns", torch.polar(torch.ones(4, 8), torch.arange(32.0).view(4, 8)))
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.cfloat))
+
+    def forward(self, x, phase):
+        turned = torch.view_as_complex(x.view(4, 8, 2)) * self.turns * phase
+        self.seen.copy_(turned.sum(0))
+        return torch.view_as_real(turned @ self.weight)
+
+
+@pytest.mark.parametrize(("scale", "shift", "passes"), [(1.0, 0.0, True), (1.001, 0.0, False), (1.0, 1e-3, False)])
+@pytest.mark.filterwarnings("error:Casting complex values")
+def test_complex_numbers_keep_their_imaginary_parts_in_the_copy(scale, shift, passes):
+    model, x = Turned().eval(), torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    phase = torch.polar(torch.ones(8), torch.arange(8.0))
+    written = Written()
+    written.tensors, written.before = {"seen": model.seen}, {"seen": model.seen.clone()}
+
+    def fused():
+        found = model(x, phase) * scale
+        model.seen += 1j * shift * model.seen.abs().max()
+        return found
+
+    with torch.no_grad():
+        check = check_whole_model(describe_live(model, (x, phase)), lambda: model(x, phase), fused, written)
+    assert check.oracle == "float64 copy" and 0 < check.eager_rel_l2 < 1e-6
+    assert check.is_passed is passes
 
 
 def test_the_least_memory_of_all_ranks_decides():
