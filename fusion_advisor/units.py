@@ -134,11 +134,6 @@ def seconds(value: float) -> str:
     return f"{whole // 60} min {whole % 60:02d} s"
 
 
-def half_width(low_ns: float, median_ns: float, high_ns: float) -> str:
-    """``± 0.06 ms``: the larger side of an interval around its median."""
-    return f"± {duration(max(median_ns - low_ns, high_ns - median_ns, 0))}"
-
-
 def ascii_only(text: str) -> str:
     """Return text with the typographic signs spelled in ASCII, and anything else foreign as ``?``."""
     return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")

@@ -62,7 +62,6 @@ def test_the_rest() -> None:
     assert units.seconds(125) == "2 min 05 s"
     assert units.milliseconds(18_420_000) == "18.42"
     assert units.milliseconds(90_000) == "0.090"
-    assert units.half_width(18, 20, 21) == "± 0.00200 µs"
 
 
 def test_ascii() -> None:

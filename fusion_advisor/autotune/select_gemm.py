@@ -62,27 +62,6 @@ class GemvChoice:
         return f"{self.config.text} ({how})"
 
 
-def tensors_refusal(problem: GemvProblem, tensors: Sequence[torch.Tensor]) -> str:
-    """Why these operands (the output last) are not a problem's; empty when they are.
-
-    A launcher asks nothing: who keeps one asks here, once.
-    """
-    if len(tensors) != len(problem.operands):
-        return f"{len(tensors)} tensors for {len(problem.operands)} operands"
-    for (name, shape), tensor in zip(problem.operands, tensors, strict=True):
-        # Gate and up may be one tensor of two halves.
-        flat = tensor.flatten(0, 1) if tensor.dim() == len(shape) + 1 and tensor.is_contiguous() else tensor
-        if tuple(flat.shape) != shape:
-            return f"{name} has the shape {tuple(tensor.shape)}, not {shape}"
-        if str(tensor.dtype).removeprefix("torch.") != problem.dtype:
-            return f"{name} is {tensor.dtype}, not {problem.dtype}"
-        if not tensor.is_contiguous():
-            return f"{name} is not contiguous"
-        if tensor.device != tensors[0].device:
-            return f"{name} is on {tensor.device}, x on {tensors[0].device}"
-    return ""
-
-
 def _capability_of(device: torch.device | str) -> tuple[int, int] | None:
     """A GPU's compute capability; None where cuda-core, which launches kernels for it, is missing."""
     return torch.cuda.get_device_capability(device) if has_cuda_core() else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fusion_advisor.ir.program import ADDRESSED, ITEM_BYTES, REDUCTIONS, Program, Store, Value
+from fusion_advisor.ir.program import ADDRESSED, ITEM_BYTES, REDUCTIONS, Program, Value
 
 
 class NoRecurrence(Exception):
@@ -38,11 +38,6 @@ class Recurrence:
         """Numbers of the values that are the state before a step."""
         values = enumerate(self.program.values)
         return frozenset(number for number, value in values if value.op == "load" and value.operand == self.state)
-
-    @property
-    def state_store(self) -> Store:
-        """The store of the state after a step."""
-        return next(store for store in self.program.stores if store.operand == self.state)
 
     @property
     def moved_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 from fusion_advisor.errors import UsageError
 
@@ -110,19 +110,6 @@ class WorkloadRequest:
     def input_function(self) -> tuple[str, str] | None:
         """(file or module, attribute) of ``input``."""
         return None if self.input is None else _place_and_name(self.input)
-
-    def to_json(self) -> dict[str, str | int | bool | None]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, object]) -> WorkloadRequest:
-        """Make a request from :meth:`to_json`'s fields; an unknown or missing one is a usage error."""
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
-        if unknown or "model_id" not in values:
-            detail = f"unknown field `{unknown[0]}` in a workload request" if unknown else "a workload request needs `model_id`"
-            raise UsageError(detail=detail, help="write it with this version of fusion-advisor")
-        return cls(**values)  # type: ignore[arg-type]
 
 
 def _place_and_name(text: str) -> tuple[str, str] | None:

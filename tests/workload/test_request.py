@@ -1,16 +1,9 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.workload.request import WorkloadRequest
-
-
-def test_defaults_are_plain_json_and_come_back_equal() -> None:
-    request = WorkloadRequest(model_id="gpt2", seq_len=64, device="cuda:1", revision="main")
-    assert WorkloadRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
 
 
 @pytest.mark.parametrize(
@@ -38,13 +31,6 @@ def test_wrong_options_are_usage_errors(changes: dict[str, object], sentence: st
         WorkloadRequest(**{"model_id": "gpt2", **changes})
     assert caught.value.exit_code == 2
     assert caught.value.hint_text
-
-
-def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(UsageError, match="unknown field `colour`"):
-        WorkloadRequest.from_json({"model_id": "gpt2", "colour": 1})
-    with pytest.raises(UsageError, match="needs `model_id`"):
-        WorkloadRequest.from_json({"batch": 1})
 
 
 @pytest.mark.parametrize(
