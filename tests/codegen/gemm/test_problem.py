@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fusion_advisor.autotune.cache import TuningStore
-from fusion_advisor.autotune.select_gemm import choose, launcher_for, operands
+from fusion_advisor.autotune.select_gemm import choose, launcher_for
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.cuda.nvrtc import find_nvcc, has_cuda_core
 from fusion_advisor.codegen.gemm import cuda, triton
