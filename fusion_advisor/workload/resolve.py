@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fusion_advisor.errors import BrokenModelDirectory, MissingWeights, RemoteCodeRefused, UnknownArchitecture
+from fusion_advisor.errors import BadFactory, BrokenModelDirectory, MissingWeights, RemoteCodeRefused, UnknownArchitecture
 from fusion_advisor.workload.architecture import remote_classes
 from fusion_advisor.workload.hub import (
     HubModel,
@@ -46,12 +47,24 @@ def resolve_source(request: WorkloadRequest) -> Source:
     """
     folder = Path(request.model_id).expanduser()
     if folder.is_file():
+        if folder.suffix == ".py":
+            raise BadFactory(factory=request.model_id, detail=f"no function is named{_functions(folder)}")
         raise BrokenModelDirectory(model_id=request.model_id, detail="it is a file")
     preset = find_preset(request.model_id)
     # A stray folder named like a known model (`./gpt2/` full of notes) does not hide that model.
     if folder.is_dir() and ((folder / "config.json").is_file() or preset is None):
         return _from_directory(request, folder)
     return _from_hub(request, preset)
+
+
+def _functions(file: Path) -> str:
+    """Name up to three functions of a file that may be factories, without running it."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return ""
+    found = [one.name for one in body if isinstance(one, ast.FunctionDef) and not one.args.args and not one.name.startswith("_")]
+    return f"; it has {', '.join(f'`{name}`' for name in found[:3])}" if found else "; it has none that takes no arguments"
 
 
 def _from_directory(request: WorkloadRequest, folder: Path) -> Source:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fusion_advisor.errors import (
     AdvisorError,
+    BadFactory,
     BrokenModelDirectory,
     GatedModel,
     MissingWeights,
@@ -217,6 +218,20 @@ def test_broken_directories(tmp_path: Path, text: str | None, detail: str) -> No
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     assert "it is a file" in str(fails(BrokenModelDirectory, "FA104", 4, tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("raise SystemExit\ndef make(): ...\ndef _own(): ...\ndef helper(x): ...", "no function is named; it has `make`"),
+        ("x = 1", "it has none that takes no arguments"),
+        ("def (", "no function is named"),
+    ],
+    ids=["with functions", "without", "not Python"],
+)
+def test_a_python_file_without_a_function_is_answered_with_those_that_it_has(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "model.py").write_text(text)
+    assert words in str(fails(BadFactory, "FA305", 2, tmp_path / "model.py"))
 
 
 def test_corrupt_weights_are_named(checkpoint: Path) -> None:
