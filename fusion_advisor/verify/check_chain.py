@@ -8,6 +8,7 @@ results; integers, and where NaN and infinities may stand, are judged as ever.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -226,12 +227,27 @@ def _results(
             widen = special_inputs.perturbing(nearby_seed if part is None else nearby_seed + 1009 * part.first)
             nearby = chain.run(chain.copy_written(given), as_float64=True, widen=widen, part=part)
         answers = answers or _answers(fused, chain.copy_written(given, reach))
-        for node, answer, expected, exact, other, mask in zip(chain.outputs, answers, eager, oracle, nearby, reach, strict=True):
+        each = zip(chain.outputs, answers, eager, oracle, nearby, reach, strict=True)
+        for at, (node, answer, expected, exact, other, mask) in enumerate(each):
             if mask is not None and found is not None:
                 # The rows that are not written must stay, and must not make the error of those that are look small.
                 found.is_passed = found.is_passed and torch.equal(answer[~mask], expected[~mask])
             own = answer if part is None else part.cut(node, answer)
-            yield special_values.Results(fused=own, eager=expected, oracle=exact, nearby=other).at(mask)
+            elsewhere = functools.partial(_moved, chain, fused, given, reach, at) if part is None and found is not None else None
+            yield special_values.Results(fused=own, eager=expected, oracle=exact, nearby=other, elsewhere=elsewhere).at(mask)
+
+
+def _moved(
+    chain: OriginalChain, fused: Callable[..., object], given: Sequence[torch.Tensor], reach: Sequence[torch.Tensor | None],
+    output: int, seed: int,
+) -> special_values.Results:  # fmt: skip
+    """Return what one output is compared with on inputs that differ from some by roundings."""
+    inputs = within_domain(chain, special_inputs.moved(given, seed))
+    return special_values.Results(
+        fused=_answers(fused, chain.copy_written(inputs, reach))[output],
+        eager=chain.run(chain.copy_written(inputs))[output],
+        oracle=chain.run(chain.copy_written(inputs), as_float64=True)[output],
+    )
 
 
 def why_wrong(numerics: Numerics, tolerance: Tolerance | None = None) -> str:

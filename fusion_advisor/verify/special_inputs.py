@@ -161,6 +161,28 @@ def perturbing(seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return perturbed
 
 
+def moved(roots: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Return inputs of which each number is off by up to two units of its own dtype; integers and masks stay.
+
+    Args:
+        roots: one tensor for each root.
+        seed: of the first tensor; each further one has a seed of its own.
+    """
+    found = []
+    for number, root in enumerate(roots):
+        if not root.is_floating_point():
+            found.append(root)
+            continue
+        generator = torch.Generator(device=root.device).manual_seed(seed * 1009 + number)
+        memory = root.as_strided((extent(root),), (1,))
+        units = torch.randint(-2, 3, memory.shape, generator=generator, device=root.device).to(root.dtype)
+        others = memory + memory * units * torch.finfo(root.dtype).eps
+        # The largest numbers stand for infinity in masks, and infinity times zero is no number.
+        is_usual = memory.abs() < torch.finfo(root.dtype).max / 2
+        found.append(torch.where(is_usual, others, memory).as_strided(root.shape, root.stride()))
+    return found
+
+
 def _near_one(count: int, seed: int, device: torch.device) -> torch.Tensor:
     """Factors up to four roundings of fp32 from 1, made where they are used: an embedding has half a billion numbers."""
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -73,19 +73,24 @@ class Results:
         oracle: of the original ops in fp64.
         nearby: the oracle of :func:`perturbing` inputs. A layer norm of a constant row divides rounding errors by the square root
             of eps: two right kernels differ there by as much as two such oracles.
+        elsewhere: given a seed, the three on inputs that differ by roundings; None: not to be had.
     """
 
     fused: torch.Tensor
     eager: torch.Tensor
     oracle: torch.Tensor
     nearby: torch.Tensor | None = None
+    elsewhere: Callable[[int], Results] | None = None
 
     def at(self, mask: torch.Tensor | None) -> Results:
         """Return the elements that a mask leaves; all of them without a mask."""
         if mask is None:
             return self
-        nearby = None if self.nearby is None else self.nearby[mask]
-        return Results(fused=self.fused[mask], eager=self.eager[mask], oracle=self.oracle[mask], nearby=nearby)
+        nearby, asked = None if self.nearby is None else self.nearby[mask], self.elsewhere
+        return Results(
+            fused=self.fused[mask], eager=self.eager[mask], oracle=self.oracle[mask], nearby=nearby,
+            elsewhere=None if asked is None else lambda seed: asked(seed).at(mask),
+        )  # fmt: skip
 
     def pieces(self) -> Iterator[Results]:
         """Cut them between rows into pieces that can be compared in fp64; small ones are one piece."""
