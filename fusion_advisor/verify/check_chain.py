@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,8 +21,12 @@ from fusion_advisor.verify.accuracy import limit_for, unit_of
 from fusion_advisor.verify.comparison import Comparison
 from fusion_advisor.verify.domains import has_moments, within_domain
 from fusion_advisor.verify.pieces import MOST
+from fusion_advisor.verify.row_parts import RowPart
 from fusion_advisor.verify.row_tables import random_table
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
+
+_NEARBY = 8
+"""Oracles that are asked where one makes a result look wrong."""
 
 SCALES = (1.0, 1.0, 32.0, 1e-3)
 """Magnitudes of the random inputs: ordinary twice, large enough to saturate what saturates, and small."""
@@ -222,10 +226,8 @@ def _results(
     for part in chain.parts() or (None,):
         oracle = chain.run(chain.copy_written(given), as_float64=True, part=part)
         eager = chain.run(chain.copy_written(given), part=part)
-        nearby: Sequence[torch.Tensor | None] = [None] * len(eager)
-        if nearby_seed is not None:
-            widen = special_inputs.perturbing(nearby_seed if part is None else nearby_seed + 1009 * part.first)
-            nearby = chain.run(chain.copy_written(given), as_float64=True, widen=widen, part=part)
+        near = None if nearby_seed is None else _Nearby(chain, given, part, oracle, nearby_seed)
+        nearby: Sequence[torch.Tensor | None] = [None] * len(eager) if near is None else near.oracle(0)
         answers = answers or _answers(fused, chain.copy_written(given, reach))
         each = zip(chain.outputs, answers, eager, oracle, nearby, reach, strict=True)
         for at, (node, answer, expected, exact, other, mask) in enumerate(each):
@@ -234,7 +236,36 @@ def _results(
                 found.is_passed = found.is_passed and torch.equal(answer[~mask], expected[~mask])
             own = answer if part is None else part.cut(node, answer)
             elsewhere = functools.partial(_moved, chain, fused, given, reach, at) if part is None and found is not None else None
-            yield special_values.Results(fused=own, eager=expected, oracle=exact, nearby=other, elsewhere=elsewhere).at(mask)
+            farther = None if near is None or not expected.is_floating_point() else functools.partial(near.farthest, at)
+            yield special_values.Results(
+                fused=own, eager=expected, oracle=exact, nearby=other, farther=farther, elsewhere=elsewhere
+            ).at(mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Nearby:
+    """Oracles of inputs that are off by a few roundings of fp32, of all rows or a part of them."""
+
+    chain: OriginalChain
+    given: Sequence[torch.Tensor]
+    part: RowPart | None
+    exact: Sequence[torch.Tensor]
+    seed: int
+
+    def oracle(self, number: int) -> list[torch.Tensor]:
+        """Return one, a tensor for each output."""
+        seed = self.seed + 7919 * number
+        widen = special_inputs.perturbing(seed if self.part is None else seed + 1009 * self.part.first)
+        return self.chain.run(self.chain.copy_written(self.given), as_float64=True, widen=widen, part=self.part)
+
+    def farthest(self, output: int) -> torch.Tensor:
+        """Return one output's elements that lie farthest from the oracle of the inputs themselves."""
+        exact, found = self.exact[output], self.oracle(0)[output]
+        for number in range(1, _NEARBY):
+            other = self.oracle(number)[output]
+            is_farther = ~found.isfinite() | ((other - exact).abs() > (found - exact).abs())
+            found = torch.where(is_farther & other.isfinite(), other, found)
+        return found
 
 
 def _moved(
