@@ -101,7 +101,7 @@ def _compared_with(report: Report) -> tuple[str, str]:
         return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
     against_eager = _kept_by_itself(report, _against(report, "eager", "", what, before, after))
     if is_reverted(report):
-        return against_eager[0], f"The model was left as it was. The step with all rewrites: {_lowered(against_eager[1])}"
+        return "warn", f"The model was left as it was. The step with all rewrites: {_lowered(against_eager[1])}"
     if report.baseline == "eager":
         return against_eager
     compiled = baseline_rows.best_compile(report)
