@@ -19,7 +19,7 @@ from fusion_advisor.fuse.installed import LAST_STAGE, Installed, Job, KeptStep, 
 from fusion_advisor.fuse.live import bisect
 from fusion_advisor.fuse.live.cuda_graph_choice import why_no_graph
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.live.specialize import ReusablePlan, gemm_rows
+from fusion_advisor.fuse.live.saved_plan import ReusablePlan, gemm_rows
 from fusion_advisor.fuse.method_notes import method_notes
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE

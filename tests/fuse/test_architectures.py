@@ -26,7 +26,7 @@ from fusion_advisor.fuse.live.model_check import check_whole_model, named_tensor
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.fuse.stages import gemm_sites, try_epilogues
+from fusion_advisor.fuse.stages import epilogue_sites, gemm_sites
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.library.philox_dropout import seeded_dropout
 from fusion_advisor.records import (
@@ -164,11 +164,11 @@ class Fused:
     @staticmethod
     def _in_gemms(bench, built, expected):
         """Activations that the GEMMs before them compute, each checked against the ops that it stands for."""
-        placed, _ = try_epilogues.find_places(bench, [fusion.planned for fusion in built])
+        placed, _ = epilogue_sites.find_places(bench, [fusion.planned for fusion in built])
         assert tuple(one.call.__name__ for one in placed) == expected
         gemm_sites.observe(bench, [one.place for one in placed])
-        assert try_epilogues.check(bench, placed).is_passed
-        return [try_epilogues.built_of(placed)]
+        assert epilogue_sites.check(bench, placed).is_passed
+        return [epilogue_sites.built_of(placed)]
 
     def check(self):
         """All sites replaced, and the model right twice: what a first call wrote must not spoil a second."""

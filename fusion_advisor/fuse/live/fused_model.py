@@ -27,7 +27,7 @@ from fusion_advisor.fuse.live.call_difference import CONTINUOUS_BATCHING, descri
 from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, parts_of, sharing, signature
 from fusion_advisor.fuse.live.graph_table import GraphTable
 from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
-from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, specialise
+from fusion_advisor.fuse.live.saved_plan import ReusablePlan, Specialised
 from fusion_advisor.fuse.rewrite.collective_kernels import group_kernels_in
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
@@ -76,8 +76,7 @@ class FusedModel(InPlace):
         self._plan = plan
         self._on_first_use = on_first_use
         self._rewritten = GraphTable(graphs, self._fallbacks)
-        self._verified: dict[Any, VerifiedCall] = {}
-        """By signature."""
+        self._verified: dict[Any, VerifiedCall] = {}  # by signature
         self._known: dict[Any, VerifiedCall] = {}
         """Calls that were looked up, those that ranges serve among them: one lookup finds a call again."""
         self._unlearnable: set[Any] = set()
@@ -95,9 +94,8 @@ class FusedModel(InPlace):
         self._is_broken = False
         self._add(regions, modules, args, kwargs)
         if self._untraced is not None:
-            self._untraced.otherwise = self._trace_again
             (call,) = self._verified.values()
-            self._traced_call = replace(call)
+            self._untraced.otherwise, self._traced_call = self._trace_again, replace(call)
             call.shortcut, call.is_in_place = self._untraced, True
 
     def _call_to_graphs(
@@ -318,6 +316,8 @@ class FusedModel(InPlace):
         """
         if signature(args, kwargs) in self._verified:
             return None
+        from fusion_advisor.fuse.live.specialize import specialise  # 0.1 s: few models are asked
+
         with kept_as_it_is(self.model, args, kwargs):
             regions, modules, made = specialise(self.model, args, kwargs, self._plan)
         self._add(regions, modules, args, kwargs)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Rendered
 from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
 from fusion_advisor.codegen.registry import backend as backend_named
-from fusion_advisor.collectives.group_kernels import GroupKernels, gathered, join_group
-from fusion_advisor.collectives.launch_shape import Way
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.files.safe_name import path_inside
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, LinearSource
@@ -19,15 +18,16 @@ from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.fuse.stages import scan_kernels, try_epilogues
-from fusion_advisor.fuse.stages.collective_sites import SumKind, find_kinds, read_tuning
-from fusion_advisor.fuse.stages.collective_sites import build as build_sum
-from fusion_advisor.fuse.stages.collective_sites import check_first as check_first_sum
-from fusion_advisor.fuse.stages.collective_sites import install as install_sum
+from fusion_advisor.fuse.stages import epilogue_sites
 from fusion_advisor.fuse.stages.linear_kernels import Made, build, check_first, header_of, install
 from fusion_advisor.fuse.stages.linear_kinds import Kind
 from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel
 from fusion_advisor.verify.check_chain import check_calls, layout_of, why_wrong, widest, with_special_rows
+
+if TYPE_CHECKING:  # what few plans hold is imported where it is built
+    from fusion_advisor.collectives.group_kernels import GroupKernels
+    from fusion_advisor.collectives.launch_shape import Way
+    from fusion_advisor.fuse.stages.collective_sites import SumKind
 
 
 def build_fusions(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> list[BuiltFusion]:
@@ -92,14 +92,14 @@ def _rendered(planned: PlannedFusion, kernels: Sequence[RenderedKernel]) -> tupl
 
 def find_epilogues(
     bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan, row: GraphRewrite
-) -> tuple[list[try_epilogues.Placed], bool]:
+) -> tuple[list[epilogue_sites.Placed], bool]:
     """Find the activations that the plan moved into GEMMs, and whether it took one GELU for the other.
 
     Raises:
         PlanMismatch: other activations would be moved here.
     """
     for fast_math in (False, True):
-        placed, refusals = try_epilogues.find_places(bench, fusions, fast_math=fast_math)
+        placed, refusals = epilogue_sites.find_places(bench, fusions, fast_math=fast_math)
         if len(placed) == row.sites:
             return placed, fast_math
     why = f": {refusals[0]}" if refusals else ""
@@ -107,7 +107,7 @@ def find_epilogues(
 
 
 def build_epilogues(
-    bench: Bench, placed: Sequence[try_epilogues.Placed], saved: SavedPlan, *, fast_math: bool
+    bench: Bench, placed: Sequence[epilogue_sites.Placed], saved: SavedPlan, *, fast_math: bool
 ) -> list[BuiltLinear]:
     """Return the calls of GEMMs with activations, checked on the first place's own tensors.
 
@@ -116,9 +116,9 @@ def build_epilogues(
     """
     if not placed:
         return []
-    if not try_epilogues.check_first(bench, placed, fast_math=fast_math, tolerance=saved.report.tolerance).is_passed:
+    if not epilogue_sites.check_first(bench, placed, fast_math=fast_math, tolerance=saved.report.tolerance).is_passed:
         raise PlanMismatch(run=saved.run_dir.name, detail=f"{placed[0].call.__name__}: its numbers no longer pass")
-    return [try_epilogues.built_of(placed)]
+    return [epilogue_sites.built_of(placed)]
 
 
 def build_linears(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan, build: Callable[..., Made] = build) -> list[BuiltLinear]:
@@ -162,6 +162,8 @@ def build_scans(bench: Bench, saved: SavedPlan, device: torch.device, taken: Ite
     """
     if not saved.scans:
         return []
+    from fusion_advisor.fuse.stages import scan_kernels
+
     kinds = {f"S{number}": kind for number, kind in enumerate(scan_kernels.find_kinds(bench, taken)[0], start=1)}
     found = []
     for row in saved.scans:
@@ -182,7 +184,7 @@ def build_scans(bench: Bench, saved: SavedPlan, device: torch.device, taken: Ite
     return found
 
 
-MakesKernels = Callable[[str, torch.device], GroupKernels | str]
+MakesKernels = Callable[[str, torch.device], "GroupKernels | str"]
 """Given a process group's name and a device, returns the kernels in which its ranks meet, or why there are none."""
 
 
@@ -193,6 +195,8 @@ def join_by_torch(group_name: str, device: torch.device) -> GroupKernels | str:
         group_name: of the process group.
         device: of this rank.
     """
+    from fusion_advisor.collectives.group_kernels import gathered, join_group
+
     return join_group(group_name, device, gathered)
 
 
@@ -217,7 +221,9 @@ def build_sums(
     """
     if not saved.sums:
         return []
-    kinds = {f"A{number}": kind for number, kind in enumerate(find_kinds(bench, list(taken))[0], start=1)}
+    from fusion_advisor.fuse.stages import collective_sites
+
+    kinds = {f"A{number}": kind for number, kind in enumerate(collective_sites.find_kinds(bench, list(taken))[0], start=1)}
     groups: dict[str, GroupKernels | str] = {}
     found = []
     for row in saved.sums:
@@ -234,19 +240,21 @@ def build_sums(
 
 
 def _built_sum(bench: Bench, saved: SavedPlan, row: Fusion, kind: SumKind, kernels: GroupKernels) -> BuiltLinear:
+    from fusion_advisor.fuse.stages import collective_sites
+
     refuse_other_ranks(saved, kernels.world_size)
     way, _ = ranks_of(saved, row)
     bench.observe((), also=kind.sites[0].place.inputs)
     try:
         path = path_inside(saved.run_dir, row.rendered[0].path)
-        made = build_sum(kind, kernels, way, path)
+        made = collective_sites.build(kind, kernels, way, path)
     except KernelBuildFailed as failure:
         raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
-    numerics = check_first_sum(bench, kind, made, tolerance=saved.report.tolerance)
+    numerics = collective_sites.check_first(bench, kind, made, tolerance=saved.report.tolerance)
     if made.kernel.name != row.rendered[0].name or not numerics.is_passed:
         detail = f"{row.id} {row.kernel}: it is another kernel, or its numbers no longer pass"
         raise PlanMismatch(run=saved.run_dir.name, detail=detail)
-    return install_sum(bench, kind, made, name=row.id)
+    return collective_sites.install(bench, kind, made, name=row.id)
 
 
 def refuse_other_ranks(saved: SavedPlan, world_size: int) -> None:
@@ -276,6 +284,8 @@ def ranks_of(saved: SavedPlan, row: Fusion) -> tuple[Way, int]:
     Raises:
         PlanMismatch: the report does not say.
     """
+    from fusion_advisor.fuse.stages.collective_sites import read_tuning
+
     try:
         return read_tuning(row.rendered[0].tuning if row.rendered else "")
     except ValueError as error:

@@ -23,7 +23,6 @@ from fusion_advisor.capture.loops.one_op import fold_loops
 from fusion_advisor.errors import AdvisorError, PlanMismatch
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.decide.rebind import CannotMove
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Variant, members_of
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.graph_difference import first_difference, named_site
@@ -38,19 +37,19 @@ from fusion_advisor.fuse.live.restore_kernels import (
     join_by_torch,
     refuse_other_ranks,
 )
-from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
-from fusion_advisor.fuse.live.specialize import ReusablePlan, gemm_rows
+from fusion_advisor.fuse.live.saved_plan import ReusablePlan, SavedPlan, gemm_rows, load_plan
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, kept_passes
+from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite.collective_kernels import ALL_REDUCE_NORM
+from fusion_advisor.fuse.rewrite.record import LayoutRewrite
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS
+from fusion_advisor.fuse.stages.epilogue_sites import Placed
 from fusion_advisor.fuse.stages.linear_kernels import Made, build
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
-from fusion_advisor.fuse.stages.try_epilogues import Placed
-from fusion_advisor.fuse.stages.try_layout_change import change_again
 from fusion_advisor.fuse.start.guard_tree import Differs
 from fusion_advisor.fuse.start.made_again import Started, start_again
 from fusion_advisor.fuse.start.record import write_start
@@ -270,10 +269,7 @@ def _restored(
     free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
     for rewrite in LAYOUT_CHANGES.values():
         if rewrite.id in saved.rewrites:
-            try:
-                bench, fusions = change_again(bench, fusions, rewrite, saved.rewrites[rewrite.id], free_bytes=free_bytes)
-            except CannotMove as refusal:
-                raise PlanMismatch(run=saved.run_dir.name, detail=str(refusal)) from refusal
+            bench, fusions = _changed(bench, fusions, rewrite, saved, free_bytes=free_bytes)
     placed: list[Placed] = []
     fast_math = False
     if GEMM_EPILOGUE.id in saved.rewrites:
@@ -300,6 +296,19 @@ def _restored(
         tolerance=saved.report.tolerance,
     )  # fmt: skip
     return Restored(live=live, bench=bench, linears=linears, plan=plan)
+
+
+def _changed(
+    bench: Bench, fusions: list[PlannedFusion], rewrite: LayoutRewrite, saved: SavedPlan, *, free_bytes: int
+) -> tuple[Bench, list[PlannedFusion]]:
+    """Change the graphs as the plan did."""
+    from fusion_advisor.fuse.decide.rebind import CannotMove  # with all that times a step
+    from fusion_advisor.fuse.stages.try_layout_change import change_again
+
+    try:
+        return change_again(bench, fusions, rewrite, saved.rewrites[rewrite.id], free_bytes=free_bytes)
+    except CannotMove as refusal:
+        raise PlanMismatch(run=saved.run_dir.name, detail=str(refusal)) from refusal
 
 
 def _captured(loaded: LoadedWorkload, saved: SavedPlan, *, with_lines: bool) -> Bench:

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fusion_advisor.errors import AdvisorError, UnreadableReport
-from fusion_advisor.fuse.live.specialize import FEW_ROWS, gemm_rows
+from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.registry import REWRITES, kept_ids
 from fusion_advisor.fuse.plan.plan import PlannedFusion, recall
 from fusion_advisor.fuse.rewrite.collective_kernels import TITLES as SUM_TITLES
 from fusion_advisor.fuse.rewrite.scan_kernels import TITLE
 from fusion_advisor.fuse.start.record import read_start
-from fusion_advisor.records import Capture, Fusion, GraphRewrite, Match, Report, Status
+from fusion_advisor.records import Capture, Fusion, GraphRewrite, Match, OpClass, OpNode, Report, Status, Tolerance
 from fusion_advisor.records.serialize import read_capture, read_report
 from fusion_advisor.records.soundness import Unsound, check_plan
 from fusion_advisor.runtime.gc_pause import collector_paused
+
+FEW_ROWS = 16
+"""A GEMM of up to so many rows reads its weights and hardly computes: another regime, which has a plan of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReusablePlan:
+    """What ``apply`` kept, as far as another shape can use it."""
+
+    fusions: tuple[BuiltFusion, ...]
+    rewrites: tuple[str, ...]
+    """Ids of the kept rewrites. Kernels of linears are made for one number of rows, so other calls keep the library's GEMMs."""
+    rows: int
+    """GEMM rows of the call that the plan was made for."""
+    on_cuda: bool
+    tolerance: Tolerance | None = None
+    """The user's limit on errors, if there was one."""
+    fast_math: bool = False
+    """Whether one GELU may be taken for the other in a GEMM's epilogue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specialised:
+    """The kernels that one more call got."""
+
+    sites: dict[str, int]
+    """Sites replaced, by kernel."""
+    passes: dict[str, int]
+    """Sites changed, by graph pass."""
+    seconds: float
+
+
+def gemm_rows(ops: Sequence[OpNode]) -> int:
+    """Return how many rows the first GEMM computes, tokens times batch in a transformer; 0 where there is none."""
+    first = next((op.outputs[0] for op in ops if op.op_class is OpClass.GEMM and op.outputs), None)
+    return 0 if first is None else math.prod(first.shape[:-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,9 @@ its regime alone.
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from fusion_advisor.codegen.common.interface import KernelBuildFailed, KernelCra
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import CannotSpecialize
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, members_of, replaced_sites
+from fusion_advisor.fuse.live.saved_plan import FEW_ROWS, ReusablePlan, Specialised, gemm_rows
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES
@@ -34,50 +33,14 @@ from fusion_advisor.fuse.plan.plan import PlannedFusion, judge_with
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS, TITLE
-from fusion_advisor.fuse.stages import scan_kernels, try_epilogues
+from fusion_advisor.fuse.stages import epilogue_sites, scan_kernels
 from fusion_advisor.fuse.stages.try_layout_change import change_for_other_shape
 from fusion_advisor.ir.operand_names import named_like
 from fusion_advisor.ir.program import Program, layout_key
 from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.lowering.memo import asked_once
-from fusion_advisor.records import Chain, OpClass, OpNode, Site, Tolerance
+from fusion_advisor.records import Chain, OpNode, Site, Tolerance
 from fusion_advisor.verify import check_chain
-
-FEW_ROWS = 16
-"""A GEMM of up to so many rows reads its weights and hardly computes: another regime, which has a plan of its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReusablePlan:
-    """What ``apply`` kept, as far as another shape can use it."""
-
-    fusions: tuple[BuiltFusion, ...]
-    rewrites: tuple[str, ...]
-    """Ids of the kept rewrites. Kernels of linears are made for one number of rows, so other calls keep the library's GEMMs."""
-    rows: int
-    """GEMM rows of the call that the plan was made for."""
-    on_cuda: bool
-    tolerance: Tolerance | None = None
-    """The user's limit on errors, if there was one."""
-    fast_math: bool = False
-    """Whether one GELU may be taken for the other in a GEMM's epilogue."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Specialised:
-    """The kernels that one more call got."""
-
-    sites: dict[str, int]
-    """Sites replaced, by kernel."""
-    passes: dict[str, int]
-    """Sites changed, by graph pass."""
-    seconds: float
-
-
-def gemm_rows(ops: Sequence[OpNode]) -> int:
-    """Return how many rows the first GEMM computes, tokens times batch in a transformer; 0 where there is none."""
-    first = next((op.outputs[0] for op in ops if op.op_class is OpClass.GEMM and op.outputs), None)
-    return 0 if first is None else math.prod(first.shape[:-1])
 
 
 def specialise(
@@ -225,8 +188,8 @@ def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, tolerance:
     return bench.install(planned, kernel.kernel, kernel.built)
 
 
-def _places(bench: Bench, fusions: Sequence[PlannedFusion], plan: ReusablePlan) -> list[try_epilogues.Placed]:
-    return try_epilogues.find_places(bench, fusions, fast_math=plan.fast_math)[0] if GEMM_EPILOGUE.id in plan.rewrites else []
+def _places(bench: Bench, fusions: Sequence[PlannedFusion], plan: ReusablePlan) -> list[epilogue_sites.Placed]:
+    return epilogue_sites.find_places(bench, fusions, fast_math=plan.fast_math)[0] if GEMM_EPILOGUE.id in plan.rewrites else []
 
 
 def _scans(bench: Bench, linears: Sequence[BuiltLinear], plan: ReusablePlan) -> list[BuiltLinear]:
@@ -249,11 +212,11 @@ def _scans(bench: Bench, linears: Sequence[BuiltLinear], plan: ReusablePlan) -> 
     return found
 
 
-def _in_epilogues(bench: Bench, placed: Sequence[try_epilogues.Placed], plan: ReusablePlan) -> list[BuiltLinear]:
+def _in_epilogues(bench: Bench, placed: Sequence[epilogue_sites.Placed], plan: ReusablePlan) -> list[BuiltLinear]:
     """Let GEMMs compute the activations after them in this call too; the numbers are checked on the first site's tensors."""
     if not placed:
         return []
-    numerics = try_epilogues.check_first(bench, placed, fast_math=plan.fast_math, tolerance=plan.tolerance)
+    numerics = epilogue_sites.check_first(bench, placed, fast_math=plan.fast_math, tolerance=plan.tolerance)
     if not numerics.is_passed:
         raise CannotSpecialize(detail=f"{placed[0].call.__name__} there: {check_chain.why_wrong(numerics, plan.tolerance)}")
-    return [try_epilogues.built_of(placed)]
+    return [epilogue_sites.built_of(placed)]

@@ -8,17 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.records import Fusion, OpClass, Ref, Status, Timing
 from fusion_advisor.timing.wall_timer import as_timing
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 from fusion_advisor.workload.device import is_out_of_memory
+
+if TYPE_CHECKING:
+    from fusion_advisor.fuse.decide.instruments import (
+        Instruments,  # brings in all that times a step, of which a saved plan needs nothing
+    )
 
 _FLOAT64_BYTES = 8
 
@@ -64,7 +69,7 @@ def original_of(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.T
     return chain, [bench.values[index] for index in place.inputs]
 
 
-def why_no_room(bench: Bench, places: Sequence[Place], instruments: Instruments = MEASURED) -> str | None:
+def why_no_room(bench: Bench, places: Sequence[Place], instruments: Instruments) -> str | None:
     """Why the sites' inputs plus one float64 copy do not fit in memory; None if they do."""
     free_bytes, _ = instruments.memory_bytes(bench.device)
     kept = {index for place in places for index in place.inputs if not _is_in_memory(bench, index)}
@@ -134,7 +139,7 @@ def compare_alone(
     after: Sequence[Callable[..., object]],
     given: Sequence[Sequence[torch.Tensor]],
     bench: Bench,
-    instruments: Instruments = MEASURED,
+    instruments: Instruments,
 ) -> tuple[Timing, Timing]:
     """Time all places one after the other, as a step runs them (one's weight alone would stay in the cache); per place.
 

@@ -23,8 +23,9 @@ from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE, EpilogueSite
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.stages.epilogue_sites import find_places
 from fusion_advisor.fuse.stages.gemm_sites import observe
-from fusion_advisor.fuse.stages.try_epilogues import compute_in_epilogues, find_places
+from fusion_advisor.fuse.stages.try_epilogues import compute_in_epilogues
 from fusion_advisor.records import Status, Tolerance
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.workload.load import describe_live
