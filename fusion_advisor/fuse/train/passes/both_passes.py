@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.fuse.loss.loss_op import read_at_once
 from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
+from fusion_advisor.fuse.train.passes.as_autograd import AsAutograd
 from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES, EitherBackward, for_loss_alone
 from fusion_advisor.runtime.fallback_warning import warn_caller
 from fusion_advisor.runtime.torch_internals import autograd_graphs
@@ -96,9 +97,9 @@ class BothPasses:
         def backward(graph: GraphModule) -> Any:
             alone = for_loss_alone(graph, least_bytes)
             if alone is None:
-                return made(graph, "backward")
+                return AsAutograd(graph, made(graph, "backward"))
             self.unasked = alone.outputs
-            return EitherBackward(graph, alone, made(alone.graph, "backward"), _said)
+            return AsAutograd(graph, EitherBackward(graph, alone, made(alone.graph, "backward"), _said))
 
         self.call: Call = autograd_graphs.with_backward(
             graph_module,
