@@ -134,13 +134,18 @@ class BothPasses:
 
         Args:
             run: runs a step of :attr:`call`.
+
+        Raises:
+            FailsAsTraced: a pass cannot run as it was traced.
         """
         given: list[tuple[Half, tuple[Any, ...]]] = []
 
         def noting(half: Half) -> Call:
+            call = as_traced(half.graph)
+
             def noted(*args: Any) -> Any:
                 given.append((half, args))
-                return half.graph(*args)
+                return call(*args)
 
             return noted
 
@@ -182,3 +187,30 @@ class BothPasses:
 
 def _said(reason: str) -> None:
     warn_caller(f"fusion-advisor runs the original ops: {reason}")
+
+
+class FailsAsTraced(Exception):
+    """A pass raises as AOTAutograd traced it, though the graph's own ops do not.
+
+    Torch then lays a value out otherwise than its trace says: a batch norm's of transposed rows on a CPU (torch 2.13), which
+    ``reshape`` copies and the trace's ``view`` cannot show.
+    """
+
+
+def as_traced(graph: GraphModule) -> Call:
+    """Return a call that runs a pass as AOTAutograd traced it.
+
+    Args:
+        graph: the pass. What runs it raises FailsAsTraced where torch does.
+    """
+
+    def call(*args: Any) -> Any:
+        try:
+            return graph(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why = str(error).strip().partition("\n")[0].partition(". ")[0]
+            raise FailsAsTraced(f"the step fails as torch's AOTAutograd traces it, for every torch.compile: {why}") from error
+
+    return call
