@@ -211,6 +211,6 @@ def as_traced(graph: GraphModule) -> Call:
             raise
         except RuntimeError as error:
             why = str(error).strip().partition("\n")[0].partition(". ")[0]
-            raise FailsAsTraced(f"the step fails as torch's AOTAutograd traces it, for every torch.compile: {why}") from error
+            raise FailsAsTraced(f"the step fails as torch's AOTAutograd traces it: {why}") from error
 
     return call
