@@ -43,9 +43,10 @@ def _measured(report: Report) -> list[tuple[bool, str]]:
     else:
         rows = [(True, f"{launches} but {kernels} in the trace: shares lack the missing kernels.")]
     joined = f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line."
-    rows.append((data.joined_share < 0.95, joined))
-    eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
-    rows.append((False, f"Kernel time: {data.reconciliation or f'eager {eager}, captured {captured}'}."))
+    if data.captured_device_ns:  # else no graph's ops were traced: its reason is among the warnings
+        rows.append((data.joined_share < 0.95, joined))
+        eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
+        rows.append((False, f"Kernel time: {data.reconciliation or f'eager {eager}, captured {captured}'}."))
     if attention := shared_rows.attention_line(report):
         rows.append((False, attention))
     rows += clocks.rows(report)

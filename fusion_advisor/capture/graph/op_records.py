@@ -40,6 +40,7 @@ def describe(
     number = _Numbers(symbols or {}, leaves)
     owner: dict[int, int] = {}  # storage -> index of the op that made it
     sharers: dict[int, list[int]] = {}  # storage -> all inputs of the region that lie in it
+    shown: dict[Node, int] = {}  # a value -> the input of the region that it is a view of
     placeholder = 0
     for node in region.graph.graph.nodes:
         index = first_index + len(ops)
@@ -50,6 +51,7 @@ def describe(
             target = region.names[placeholder] if region.names else str(node.target)
             placeholder += 1
             op = OpNode(index=index, region=region.index, target=target, op_class=OpClass.INPUT, outputs=metas, role=role)
+            shown[node] = index
             for key in storages(node):
                 sharers.setdefault(key, []).append(index)
         elif node.op == "get_attr":
@@ -66,7 +68,7 @@ def describe(
                 role="output",
             )
         else:
-            op = _describe_op(node, index, region.index, index_of, owner, sharers, metas, number)
+            op = _describe_op(node, index, region.index, index_of, owner, sharers, shown, metas, number)
         # A list owns nothing: what it holds belongs to the item that is taken out of it, which a kernel can be given.
         if isinstance(node.meta.get("val"), torch.Tensor):
             for key in storages(node):
@@ -82,6 +84,7 @@ def _describe_op(
     index_of: dict[Node, int],
     owner: dict[int, int],
     sharers: Mapping[int, list[int]],
+    shown: dict[Node, int],
     metas: tuple[TensorMeta, ...],
     number: _Numbers,
 ) -> OpNode:
@@ -89,8 +92,10 @@ def _describe_op(
     own_storages = storages(node)
     written = [key for key in written_storages(node) if key in owner]
     mutates = tuple(sorted({found for key in written for found in (owner[key], *sharers.get(key, ()))}))
-    owners = [owner.get(key) for key in own_storages]
+    owners = [_owner_of(node, key, owner, sharers, shown) for key in own_storages]
     is_alias = bool(own_storages) and all(found is not None for found in owners)
+    if is_alias and owners[0] is not None:
+        shown[node] = owners[0]
     is_view = is_alias and not mutates
     file, line, text = source_of(node)
     return OpNode(
@@ -108,6 +113,21 @@ def _describe_op(
         source_line=line,
         source_text=text,
     )
+
+
+def _owner_of(
+    node: Node, key: int, owner: Mapping[int, int], sharers: Mapping[int, list[int]], shown: Mapping[Node, int]
+) -> int | None:  # fmt: skip
+    """Return which op made the storage that a value lies in; of inputs that share one, the one that the value is a view of.
+
+    The first of these inputs may be the smallest. And another call may give each of them memory of its own: what a forward pass
+    keeps goes through hooks (``save_on_cpu``), and the two were views of one tensor only when the pass was traced.
+    """
+    if len(sharers.get(key, ())) > 1:
+        for source in node.all_input_nodes:
+            if source in shown and key in storages(source):
+                return shown[source]
+    return owner.get(key)
 
 
 def _computed_class(target: str) -> OpClass:

@@ -1,10 +1,12 @@
 """Compares the loss and all gradients of a way to run a training step with those of eager's.
 
-Where the step draws no random numbers, the same step in a wider dtype is the truth, and eager's own error is the measure. A
-gradient of which eager has no digit right (a key's bias in attention: its true gradient is 0) is not judged.
+Where the step draws no random numbers, the same step in a wider dtype is the truth, and eager's own error is the measure.
 
 Where it draws some (dropout), a compiler draws others, and no step can be compared number by number. Then the distances between
 eager's steps of several seeds are the measure: a wrong loss and a missing or doubled gradient still show, a small error does not.
+
+A gradient of which eager has no digit right (a key's bias in attention: its true gradient is 0) is judged in neither case. Of a
+random step the wider one draws other numbers: there such a gradient is one that all but vanishes in it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ _SIZES_RANDOM, _LEAST_SIZE = 3.0, math.log(1.25)
 """Times the change of a gradient's size between eager's seeds that its logarithm may change, and what it may change always."""
 _NO_DIGIT = 0.5
 """Relative error from which eager's gradient has no digit right."""
+_VANISHING = 0.01
+"""Of a gradient's size, what is left of it in a wider dtype where it is nothing but rounding."""
 _UNITS = {2: 0.5, 4: 32.0, 8: 32.0}
 """By the bytes of a parameter: units of the last place that a loss may be off by, whatever eager's own error is. A mean of
 thousands of fp32 rows is a few units away in another order; a loss of 16-bit logits is computed in fp32."""
@@ -145,10 +149,13 @@ def reference_of(eager: TrainingWay) -> StepReference:
     step, is_random = _run(eager, 0)
     itemsize = min((one.element_size() for one in eager.model.parameters() if one.is_floating_point()), default=4)
     slack = _UNITS.get(itemsize, _UNITS[8]) * {2: 2.0**-8, 4: 2.0**-23}.get(itemsize, 2.0**-52) * abs(step.loss)
+    wide = torch.float32 if itemsize == 2 else torch.float64
+    truth = _wide_step(eager, wide)
     if is_random:
         others = [_run(eager, seed)[0] for seed in _SEEDS]
         distances = [_errors(one, step, eager) for one in others]
-        shared = [name for name in step.gradients if all(name in one for one in distances)]
+        noise = set() if truth is None else _vanishing(step, truth)
+        shared = [name for name in step.gradients if name not in noise and all(name in one for one in distances)]
         own = {name: max(one[name][0] for one in distances) for name in shared}
         sizes = {name: max(_size(one[name]) for one in distances) for name in shared}
         losses = [step.loss, *(one.loss for one in others)]
@@ -156,8 +163,6 @@ def reference_of(eager: TrainingWay) -> StepReference:
             eager=step, truth=step, oracle=OTHER_NUMBERS, own=own, sizes=sizes, loss=sum(losses) / len(losses),
             loss_limit=max(_LOSS_RANDOM * (max(losses) - min(losses)), slack), itemsize=itemsize,
         )  # fmt: skip
-    wide = torch.float32 if itemsize == 2 else torch.float64
-    truth = _wide_step(eager, wide)
     if truth is None:
         return StepReference(
             eager=step, truth=step, oracle="eager", own={}, sizes={}, loss=step.loss, loss_limit=slack, itemsize=itemsize
@@ -167,6 +172,16 @@ def reference_of(eager: TrainingWay) -> StepReference:
         eager=step, truth=truth, oracle=str(wide).removeprefix("torch."), own=own, sizes={}, loss=truth.loss,
         loss_limit=max(_POOLED * abs(step.loss - truth.loss), slack), itemsize=itemsize,
     )  # fmt: skip
+
+
+def _vanishing(step: _Step, wide: _Step) -> set[str]:
+    """Name the gradients that are nothing but rounding."""
+
+    def norm(gradient: torch.Tensor) -> float:
+        return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+
+    both = step.gradients.keys() & wide.gradients.keys()
+    return {name for name in both if norm(wide.gradients[name]) < _VANISHING * norm(step.gradients[name])}
 
 
 def _run(way: TrainingWay, seed: int) -> tuple[_Step, bool]:

@@ -31,7 +31,7 @@ class RewrittenGraph:
     is_whole: bool
 
 
-_NOT_VERIFIED = "dynamo captured a graph that was not verified (something in the model changed)"
+_NOT_VERIFIED = "dynamo captured a graph that was not verified"
 
 
 class GraphTable:
@@ -100,7 +100,7 @@ class GraphTable:
         """Return dynamo's own graph for one that it traced where a piece of a range was to serve: the model has changed."""
         self._fake_modes += dynamo.fake_modes_of(graph_module)
         del example_inputs
-        self._fallbacks.add(_NOT_VERIFIED)
+        self._fallbacks.add(_NOT_VERIFIED, failed_guard())
         return graph_module.forward if self._graphs is None else self._graphs.other(graph_module.forward)
 
     def _runner(self, graph: RewrittenGraph) -> Callable[..., Any]:
@@ -114,6 +114,12 @@ class GraphTable:
         """Drop the weak references that dynamo's traces keep to the tensors that were traced."""
         fake_mode.forget_real_tensors(self._fake_modes)
         self._fake_modes.clear()
+
+
+def failed_guard() -> str:
+    """Say what dynamo found changed since the graph was verified; call it in dynamo's backend."""
+    guard = dynamo.failed_guard()
+    return f"its guard failed, `{guard}`" if guard else ""
 
 
 def _input_layouts(values: Any) -> tuple[Any, ...]:

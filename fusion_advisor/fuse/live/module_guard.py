@@ -28,7 +28,7 @@ class ModuleGuard:
 
     def __init__(self, model: torch.nn.Module, *, is_trained: bool = False) -> None:
         self._model, self._is_trained = model, is_trained
-        self._hooks = [(table, len(table)) for table in module_call.hook_tables(model) if table]
+        self._hooks = [(table, dict(table)) for table in self._hook_tables() if table]
         self._code: set[CodeType] = set()
         self._watched: list[WatchedCode] = []
         self._words: Words | None = None
@@ -45,7 +45,10 @@ class ModuleGuard:
         self._parts_then: list[dict[str, torch.nn.Module | None]] = [dict(parts) for parts in self._parts]
         self._live_dropouts = [] if self._is_trained else _dropouts(self._model)
         known = {id(table) for table, _ in self._hooks}
-        self._no_hooks = [table for table in module_call.hook_tables(self._model) if id(table) not in known]
+        self._no_hooks = [table for table in self._hook_tables() if id(table) not in known]
+
+    def _hook_tables(self) -> list[dict[int, Any]]:
+        return module_call.hook_tables(self._model, of_backward=self._is_trained)
 
     def watch(self, code: Iterable[CodeType]) -> None:
         """Compare further code from now on: what dynamo looked through for the verified graphs."""
@@ -88,7 +91,7 @@ class ModuleGuard:
         # Qwen2.5-7B's 371 modules of 11 classes take 7 µs.
         if any(self._no_parts) or self._parts != self._parts_then:
             self._look_at_parts()
-            tables = set(map(id, module_call.hook_tables(self._model)))
+            tables = set(map(id, self._hook_tables()))
             self._words = None  # they are of the parts that were there
             if any(id(table) not in tables for table, _ in self._hooks):
                 self._parts_then = []  # looked at again by every call
@@ -106,7 +109,7 @@ class ModuleGuard:
             if collectors is None or is_collecting(collectors):
                 return _HOOK
             self._collectors = collectors
-        return _HOOK if any(len(table) != size for table, size in self._hooks) else None
+        return _HOOK if any(table != then for table, then in self._hooks) else None
 
 
 def is_training(model: torch.nn.Module) -> bool:

@@ -7,7 +7,7 @@ step is timed against eager, and what stays is put into the live model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,16 @@ def _with_findings(report: Report, fused: TrainedModel, journal: Journal, measur
         findings=(*(found_logits := logits_findings(whole, report.workload.model_id)), *_renumbered(report, len(found_logits))),
         captured=replace(captured, timeline=None), model_check=check_of_all(checks),
         notes=(*report.notes, *batch_norm_notes(journal.entries)),
+        warnings=(*report.warnings, *dict.fromkeys(_unranked(fused, journal))),
     )  # fmt: skip
+
+
+def _unranked(fused: TrainedModel, journal: Journal) -> Iterator[str]:
+    """Say of each graph in which no chain was looked for why it runs its own ops."""
+    ranked = {id(entry.graph) for entry in journal.entries}
+    for graph in fused.graphs_of_step:
+        if graph.outcome is not None and graph.outcome.reason and not any(id(half.graph) in ranked for half in graph.halves):
+            yield f"the original ops run, and no chain was ranked: {graph.outcome.reason}"
 
 
 def _renumbered(report: Report, first: int) -> list[Finding]:

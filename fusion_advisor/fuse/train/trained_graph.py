@@ -34,7 +34,7 @@ from fusion_advisor.fuse.train.judge.gradients import check_gradients
 from fusion_advisor.fuse.train.judge.loss_verdict import NO_MEMORY, LossTrial
 from fusion_advisor.fuse.train.judge.recompute_verdict import RecomputeTrial
 from fusion_advisor.fuse.train.judge.step_comparison import StepComparison, is_on_cuda
-from fusion_advisor.fuse.train.passes.both_passes import BothPasses, Half
+from fusion_advisor.fuse.train.passes.both_passes import BothPasses, FailsAsTraced, Half
 from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES
 from fusion_advisor.fuse.train.passes.recomputed import recomputed
 from fusion_advisor.records import Capture, GraphRewrite, ModelCheck, Recomputed, Status
@@ -179,6 +179,8 @@ class TrainedGraph:
                     self.outcome = self._judged(args)
             except torch.cuda.OutOfMemoryError:
                 self.outcome = Outcome(NO_MEMORY, step_rows=self._flag_rows)
+            except FailsAsTraced as fails:
+                self.outcome = Outcome(str(fails), step_rows=self._flag_rows)
             finally:
                 numbers.restore()
             self._call = self._chosen(self.outcome)

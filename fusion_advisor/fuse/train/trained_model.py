@@ -8,6 +8,7 @@ a graph that was not verified runs its own ops.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from fusion_advisor.capture.graph.fx_nodes import relative_path
 from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import device_of, signature
+from fusion_advisor.fuse.live.graph_table import failed_guard
 from fusion_advisor.fuse.live.module_guard import ModuleGuard
 from fusion_advisor.fuse.slot.in_place import TRANSFORMED, InPlace
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
@@ -33,7 +35,7 @@ EVALUATED = "the model is in eval() mode, and what was verified is its training 
 NO_GRADIENTS = "gradients are disabled, and what was verified is a training step"
 AUTOCAST = "autocast is another than in the training step that was verified"
 UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"
-OTHER_GRAPH = "dynamo captured a graph that was not verified (something in the model changed)"
+OTHER_GRAPH = "dynamo captured a graph that was not verified"
 OWN_OPS = "an input is of a tensor class that handles its ops by itself (__torch_function__ or __torch_dispatch__)"
 MODE = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
 
@@ -60,6 +62,7 @@ class TrainedModel(InPlace):
         """Where dynamo split the call."""
         self._fuse = fuse
         self._is_sealed = False
+        self._told = _Told()
         self._fake_modes: list[Any] = []
         self._guard = ModuleGuard(model, is_trained=True)
         self._verified = signature(args, kwargs)
@@ -69,8 +72,7 @@ class TrainedModel(InPlace):
     def _backend(self, graph_module: GraphModule, inputs: list[Any]) -> Call:
         self._fake_modes += dynamo.fake_modes_of(graph_module)
         if self._is_sealed:
-            self._fallbacks.add(OTHER_GRAPH)
-            return autograd_graphs.own_call(graph_module)
+            return self._counted(autograd_graphs.own_call(graph_module), failed_guard())
         self._guard.watch(dynamo.traced_code())
         reason = dynamo.break_reason(graph_module)
         if reason is not None:
@@ -79,6 +81,17 @@ class TrainedModel(InPlace):
         if isinstance(call, TrainedGraph):
             self.graphs_of_step.append(call)
         return call
+
+    def _counted(self, own_call: Call, why: str) -> Call:
+        """Count each call of the model that runs a graph which was not verified, however many of its graphs are such."""
+
+        def counted(*args: Any) -> Any:
+            if not self._told.is_counted:
+                self._told.is_counted = True
+                self._fallbacks.add(OTHER_GRAPH, why)
+            return own_call(*args)
+
+        return counted
 
     def seal(self, variants: list[Variant]) -> None:
         """Rewrite no further graph: all that the verified call needs are there.
@@ -129,6 +142,7 @@ class TrainedModel(InPlace):
                 return self.dispatch(*args, **kwargs)
         refusal = self._refusal(key, leaves)
         if refusal is None:
+            self._told.is_counted = False
             return self._compiled(*args, **kwargs)
         is_new = refusal == UNSEEN and UNSEEN not in self.fallbacks
         self._fallbacks.add(refusal, describe_difference(key, [self._verified]) if is_new else "")
@@ -172,6 +186,12 @@ class TrainedModel(InPlace):
         finally:
             for half in halves:
                 half.instead = None
+
+
+class _Told(threading.local):
+    """Whether this thread's call of the model was counted as one that ran the original ops."""
+
+    is_counted = False
 
 
 def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:

@@ -25,6 +25,7 @@ class _Maths:
         self.lowering, self.op, self.where = lowering, op, where
         self.gradient = lowering.argument(op, 0, where)
         self.dtype = lowering.values[self.gradient].dtype
+        self.is_on_cpu = op.outputs[0].device == "cpu"
 
     def operand(self, position: int) -> int:
         """The element of another tensor argument."""
@@ -113,6 +114,8 @@ def _of_hardtanh(lowering: Lowering, op: OpNode, where: Index) -> int:
     maths = _Maths(lowering, op, where)
     value = maths.operand(1)
     low, high = maths.number(2, "min_val", -1.0), maths.number(3, "max_val", 1.0)
+    if maths.is_on_cpu:  # at NaN its vectors have no gradient; a GPU and the elements that fill no vector hand it on
+        return maths("where", maths("and", maths("gt", value, low), maths("lt", value, high)), maths.gradient, 0.0)
     return maths("where", maths("or", maths("le", value, low), maths("ge", value, high)), 0.0, maths.gradient)
 
 
@@ -131,8 +134,10 @@ def _of_elu(lowering: Lowering, op: OpNode, where: Index) -> int:
         below = maths("mul", input_scale, maths("add", value, alpha * scale))
     else:
         below = maths("mul", input_scale * alpha * scale, maths("exp", maths("mul", value, input_scale)))
-    above = maths("mul", maths.gradient, scale)
-    return maths("where", maths("le", value, 0.0), maths("mul", maths.gradient, below), above)
+    above, below = maths("mul", maths.gradient, scale), maths("mul", maths.gradient, below)
+    if maths.is_on_cpu:  # at NaN its vectors have NaN; a GPU and the elements that fill no vector hand the gradient on
+        return maths("where", maths("gt", value, 0.0), above, below)
+    return maths("where", maths("le", value, 0.0), below, above)
 
 
 def _of_softplus(lowering: Lowering, op: OpNode, where: Index) -> int:

@@ -75,7 +75,8 @@ def apply_table(report: Report, console: Console) -> RenderableType:
     if report.fusions or report.rewrites:
         lines += [fitted_table(_fusion_columns(report), console), Text("")]
     else:
-        lines.append(text_line("No rewrite was tried: no chain had a kernel.", console))
+        why = "no chain had a kernel" if report.chains else "no chain was ranked"
+        lines.append(text_line(f"No rewrite was tried: {why}.", console))
     lines += [*size_lines(report.shapes, console), *rank_lines(ranks_view(report.ranks), console)]
     lines += way_table(report, console) or _baselines(report, console)
     details = (

@@ -41,6 +41,15 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a batch under a vmap: that of ``torch.func``, or autograd's own (``is_grads_batched``).
+
+    The latter leaves no mark but its tensors.
+    """
+    of = torch._C._functorch
+    return bool(of.is_batchedtensor(tensor) or of.is_legacy_batchedtensor(tensor))
+
+
 def is_autocast_on() -> bool:
     """Whether autocast is on for CUDA or for the CPU; asking for each takes longer than asking for any."""
     return torch._C._is_any_autocast_enabled() and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))

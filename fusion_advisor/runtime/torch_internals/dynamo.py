@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
@@ -170,6 +171,27 @@ def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *,
 def isolates() -> bool:
     """Whether dynamo can count the graphs of one compiled call apart from all others of the same code: from torch 2.12 on."""
     return "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+def failed_guard() -> str:
+    """Return which of dynamo's guards failed, so that its backend gets a graph anew; call it in the backend.
+
+    Returns:
+        Such as ``self.head.weight requires_grad mismatch. expected requires_grad=1``; empty where no graph was there, or where
+        the guard may be one of another model of the same class.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.utils import guard_failures
+
+    found = guard_failures.get(InstructionTranslator.current_tx().output.root_tx.f_code)
+    if not found or not isolates():
+        return ""
+    text = found[-1].partition(": ")[2].partition("\n")[0].partition("  #")[0].partition(". Guard failed on")[0]
+    return _OWN_TABLE.sub(r".\1", text).strip()
+
+
+_OWN_TABLE = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
+"""How a guard reaches a part of a module."""
 
 
 def forget_graphs(module: torch.nn.Module) -> None:

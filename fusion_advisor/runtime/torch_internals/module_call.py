@@ -32,14 +32,22 @@ def compiled_call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
     return set_now
 
 
-def hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """Return the tables that forward hooks are registered in: of every module inside, and torch's global ones.
+def hook_tables(module: torch.nn.Module, *, of_backward: bool = False) -> list[dict[int, Any]]:
+    """Return the tables that hooks on modules are registered in: of every module inside, and torch's global ones.
 
     Dynamo does not guard them (``skip_nnmodule_hook_guards``), so a hook that is added after a capture would not run.
+
+    Args:
+        module: with its parts.
+        of_backward: hooks on the backward pass too, which only a call with gradients runs.
     """
     from torch.nn.modules import module as implementation
 
     tables = [implementation._global_forward_hooks, implementation._global_forward_pre_hooks]
+    if of_backward:
+        tables += [implementation._global_backward_hooks, implementation._global_backward_pre_hooks]
     for part in module.modules():
         tables += [part._forward_hooks, part._forward_pre_hooks]
+        if of_backward:
+            tables += [part._backward_hooks, part._backward_pre_hooks]
     return tables

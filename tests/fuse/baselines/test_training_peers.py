@@ -123,7 +123,9 @@ def test_small_errors_show_where_no_random_number_is_drawn():
     assert not found.is_passed and "eager's own" in found.reason and found.rel_l2 > 100 * found.eager_rel_l2
 
 
-def test_a_gradient_that_is_nothing_but_rounding_judges_nobody():
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["exact", "dropout"])
+def test_a_gradient_that_is_nothing_but_rounding_judges_nobody(p):
+    """torch.compile of a tiny wav2vec2 was called wrong: a key's bias had 1.6 times eager's gradient, whose true value is 0."""
     torch.manual_seed(0)
 
     class Shifted(nn.Module):
@@ -134,11 +136,11 @@ def test_a_gradient_that_is_nothing_but_rounding_judges_nobody():
             self.layer, self.shift = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
 
         def forward(self, x):
-            return torch.softmax(self.layer(x) + self.shift, -1).square().mean()
+            return torch.softmax(nn.functional.dropout(self.layer(x), p) + self.shift, -1).square().mean()
 
     model, x = Shifted().train(), torch.randn(32, 8)
     way = TrainingWay(model=model, args=(x,), kwargs={}, forward=model, model_id="shifted")
-    noisy = replace(way, forward=lambda x: model(x) + (model.shift - model.shift.detach()).sum() * 1e-9)
+    noisy = replace(way, forward=lambda x: model(x) + (model.shift - model.shift.detach()).sum() * 1e-7)
     found = reference_of(way).check(noisy)
     assert found.is_passed and found.worst != "shift" and found.gradients == 3
 

@@ -287,6 +287,17 @@ def test_a_replaced_submodule_takes_its_hooks_along(x):
         assert is_fused(model, x)
 
 
+def test_a_hook_in_the_place_of_another_runs(x):
+    model, args = toy()
+    handle = model.norms[0].register_forward_hook(lambda _module, _inputs, output: 3 * output)
+    with torch.no_grad(), fuse(model, args, spoil=0.5):
+        assert is_fused(model, x)
+        handle.remove()
+        model.norms[0].register_forward_hook(lambda _module, _inputs, output: 5 * output)
+        with pytest.warns(UserWarning, match="hook"):
+            assert not is_fused(model, x)
+
+
 def test_a_class_that_is_patched_runs_the_original(x, monkeypatch):
     class Norm(torch.nn.LayerNorm):
         def forward(self, value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import re
 import warnings
 from dataclasses import replace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import fusion_advisor as fa
@@ -22,11 +24,12 @@ from fusion_advisor.fuse.passes.registry import row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
 from fusion_advisor.fuse.plan.plan import Plan
 from fusion_advisor.fuse.train.journal import Journal
-from fusion_advisor.fuse.train.trained_graph import NOT_FASTER, SLOWER, Outcome
+from fusion_advisor.fuse.train.trained_graph import NOT_FASTER, SLOWER, SPARSE, Outcome
 from fusion_advisor.records import GRADIENT, Status
 from fusion_advisor.records.serialize import dump_report, load_report, read_report, write_capture
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
+from fusion_advisor.report.terminal.result import apply_table
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.train.test_chunked_losses import Speaker, batch
 from tests.fuse.train.test_planted import PLANTS
@@ -322,3 +325,24 @@ def test_a_loss_in_chunks_goes_with_the_step_that_it_stands_in(reason, status):
     (row,) = step_rows([Outcome(reason, step_rows=(replace(kept, saved_bytes=7),))])
     assert (row.status, row.reason, row.saved_bytes) == (status, reason, 0 if reason else 7)
     assert [one.id for one in step_rows([Outcome(step_rows=(kept,))] * 2)] == ["linear-cross-entropy-1", "linear-cross-entropy-2"]
+
+
+def test_a_step_in_which_no_chain_was_looked_for_says_why():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.block = nn.Embedding(20, WIDTH, sparse=True), Block()
+
+        def forward(self, ids):
+            return self.block(self.words(ids))
+
+    torch.manual_seed(0)
+    loaded = describe_live(Sparse().train(), (torch.randint(0, 20, (4, 6)),), phase="train")
+    with pytest.warns(UserWarning, match=SPARSE):
+        report = apply_training(loaded, OPTIONS).report
+    assert report.warnings == (f"the original ops run, and no chain was ranked: {SPARSE}",) and not report.chains
+    lines = Console(width=120, record=True, file=io.StringIO())
+    lines.print(apply_table(report, lines))
+    shown = lines.export_text()
+    assert "No rewrite was tried: no chain was ranked." in shown and "joined to an op" not in shown
+    torch.compiler.reset()

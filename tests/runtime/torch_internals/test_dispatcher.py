@@ -139,3 +139,23 @@ def test_autocast_is_seen_for_each_kind_of_device(kind):
     finally:
         torch.set_autocast_enabled(kind, before)
     assert not dispatcher.is_autocast_on()
+
+
+def test_batches_of_both_kinds_are_recognised():
+    seen = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(dispatcher.is_batched(gradient))
+            return gradient
+
+    x = torch.ones(3, requires_grad=True)
+    torch.autograd.grad(Noting.apply(x), x, torch.ones(3))
+    torch.autograd.grad(Noting.apply(x), x, torch.eye(3), is_grads_batched=True)
+    torch.vmap(lambda row: seen.append(dispatcher.is_batched(row)) or row)(torch.eye(3))
+    assert seen == [False, True, True]

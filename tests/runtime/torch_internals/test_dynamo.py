@@ -302,3 +302,20 @@ def test_a_call_that_stops_traces_is_compiled_by_nobody(is_traced):
     assert traced == (["cos", "tan"] if is_traced else [])
     assert inspect.unwrap(stop) is inside
     torch._dynamo.reset()
+
+
+def test_the_guard_that_failed_is_named_as_its_module_is():
+    failed, model, x = [], Toy(blocks=1), torch.randn(2, 32)
+
+    def backend(graph, inputs):
+        failed.append(dynamo.failed_guard())
+        return graph.forward
+
+    call = dynamo.compiled_call(model, backend)
+    call(x)
+    call(x)
+    next(model.norms[0].parameters()).requires_grad_(False)
+    call(x)
+    mismatch = "tensor 'self.norms.0.weight' requires_grad mismatch. expected requires_grad=1"
+    assert failed == (["", mismatch] if dynamo.isolates() else [""])  # before torch 2.12 dynamo does not look at weights
+    torch.compiler.reset()

@@ -46,15 +46,20 @@ def test_original_call_runs_forward_and_hooks_whatever_is_set():
     assert seen == [1]
 
 
-def test_hook_tables_hold_every_forward_hook() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-    tables = module_call.hook_tables(module)
-    assert not any(tables)
-    for add in (module.register_forward_hook, module[0].register_forward_pre_hook):
+def test_hook_tables_hold_every_hook() -> None:
+    module, everywhere = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.modules.module
+    tables, both = module_call.hook_tables(module), module_call.hook_tables(module, of_backward=True)
+    assert not any(both)
+    forward = (
+        module.register_forward_hook, module[0].register_forward_pre_hook, everywhere.register_module_forward_hook,
+        everywhere.register_module_forward_pre_hook,
+    )  # fmt: skip
+    backward = (
+        module.register_full_backward_hook, module[0].register_full_backward_pre_hook, module[1].register_backward_hook,
+        everywhere.register_module_full_backward_hook, everywhere.register_module_full_backward_pre_hook,
+    )  # fmt: skip
+    for add in (*forward, *backward):
         handle = add(lambda *_: None)
-        assert sum(map(len, tables)) == 1
+        assert sum(map(len, tables)) == (add in forward) and sum(map(len, both)) == 1
         handle.remove()
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert any(tables)
-    handle.remove()
-    assert not any(tables)
+    assert not any(both)

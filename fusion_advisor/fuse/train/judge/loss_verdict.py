@@ -12,7 +12,7 @@ from fusion_advisor.fuse.loss.record import chunk_inside, verdict_on_loss
 from fusion_advisor.fuse.loss.unrolled import holds_unrolled
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.train.judge.step_comparison import StepComparison
-from fusion_advisor.fuse.train.passes.both_passes import BothPasses
+from fusion_advisor.fuse.train.passes.both_passes import BothPasses, as_traced
 from fusion_advisor.records import GraphRewrite, Status
 
 NO_MEMORY = "no memory is left for a second step to compare with"
@@ -42,7 +42,7 @@ class LossTrial:
             args: the tensors of a call.
         """
         step, before, after = self.comparison.step(args), self.whole.call, self.chunked.call
-        with self.whole.instead(lambda graph: graph.forward), self.chunked.instead(lambda graph: graph.forward):
+        with self.whole.instead(as_traced), self.chunked.instead(as_traced):
             reason, _ = self.comparison.checked(step, after)
             is_timed = self.options.is_timed and self.options.memory_budget >= 1  # whoever asks for a budget pays in time
             change = None if reason or not is_timed else self.comparison.timed(step, before, after)

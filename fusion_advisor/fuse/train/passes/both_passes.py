@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.fuse.loss.loss_op import read_at_once
 from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
+from fusion_advisor.fuse.train.passes.as_autograd import AsAutograd
 from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES, EitherBackward, for_loss_alone
 from fusion_advisor.runtime.fallback_warning import warn_caller
 from fusion_advisor.runtime.torch_internals import autograd_graphs
@@ -96,9 +97,9 @@ class BothPasses:
         def backward(graph: GraphModule) -> Any:
             alone = for_loss_alone(graph, least_bytes)
             if alone is None:
-                return made(graph, "backward")
+                return AsAutograd(graph, made(graph, "backward"))
             self.unasked = alone.outputs
-            return EitherBackward(graph, alone, made(alone.graph, "backward"), _said)
+            return AsAutograd(graph, EitherBackward(graph, alone, made(alone.graph, "backward"), _said))
 
         self.call: Call = autograd_graphs.with_backward(
             graph_module,
@@ -133,13 +134,18 @@ class BothPasses:
 
         Args:
             run: runs a step of :attr:`call`.
+
+        Raises:
+            FailsAsTraced: a pass cannot run as it was traced.
         """
         given: list[tuple[Half, tuple[Any, ...]]] = []
 
         def noting(half: Half) -> Call:
+            call = as_traced(half.graph)
+
             def noted(*args: Any) -> Any:
                 given.append((half, args))
-                return half.graph(*args)
+                return call(*args)
 
             return noted
 
@@ -181,3 +187,30 @@ class BothPasses:
 
 def _said(reason: str) -> None:
     warn_caller(f"fusion-advisor runs the original ops: {reason}")
+
+
+class FailsAsTraced(Exception):
+    """A pass raises as AOTAutograd traced it, though the graph's own ops do not.
+
+    Torch then lays a value out otherwise than its trace says: a batch norm's of transposed rows on a CPU (torch 2.13), which
+    ``reshape`` copies and the trace's ``view`` cannot show.
+    """
+
+
+def as_traced(graph: GraphModule) -> Call:
+    """Return a call that runs a pass as AOTAutograd traced it.
+
+    Args:
+        graph: the pass. What runs it raises FailsAsTraced where torch does.
+    """
+
+    def call(*args: Any) -> Any:
+        try:
+            return graph(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why = str(error).strip().partition("\n")[0].partition(". ")[0]
+            raise FailsAsTraced(f"the step fails as torch's AOTAutograd traces it: {why}") from error
+
+    return call

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages
+from fusion_advisor.fuse.train.passes.as_autograd import Pass, is_gradient, zeros
 from fusion_advisor.fuse.train.passes.freed_arguments import taking_a_list
 from fusion_advisor.runtime.torch_internals import autograd_graphs, fake_mode
 
@@ -62,7 +63,7 @@ def for_loss_alone(graph_module: GraphModule, least_bytes: int = LEAST_BYTES) ->
     """
     copied = autograd_graphs.copied_graph(graph_module)
     given = [node for node in copied.graph.nodes if node.op == "placeholder"]
-    gradients = [node for node in given if str(node.target).startswith("tangents")]
+    gradients = [node for node in given if is_gradient(node)]
     large = {
         node: output for node in gradients
         if (output := autograd_graphs.output_of_gradient(node)) is not None and _elements(node) > 1
@@ -120,13 +121,6 @@ def _is_like(one: Node, other: Node) -> bool:
     return bool(mine.shape == own.shape and mine.dtype == own.dtype and mine.stride() == own.stride())
 
 
-class Pass(Protocol):
-    """A backward pass that takes its arguments as a list."""
-
-    def take(self, args: list[Any]) -> Any:
-        """Run it on a list of arguments that may be emptied."""
-
-
 class EitherBackward:
     """Runs the backward pass that the gradients of a step are for.
 
@@ -158,10 +152,6 @@ class EitherBackward:
         if not self._is_said:
             self._is_said = True
             self._say(OTHER_GRADIENTS)
-        whole = [self._zeros(place) if place in missing else one for place, one in enumerate(args)]
+        whole = [zeros(self._given[place]) if place in missing else one for place, one in enumerate(args)]
         args.clear()
         return taking_a_list(self._whole).forward(whole)
-
-    def _zeros(self, place: int) -> torch.Tensor:
-        like = self._given[place]
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
