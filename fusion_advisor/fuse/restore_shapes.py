@@ -27,6 +27,7 @@ from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
+from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, find_again
@@ -35,6 +36,7 @@ from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, se
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
 from fusion_advisor.fuse.start.guard_tree import Differs
 from fusion_advisor.fuse.start.opened_again import open_again
+from fusion_advisor.fuse.start.record import NAME
 from fusion_advisor.ir.operand_names import with_names
 from fusion_advisor.ir.sized_program import NoOneProgram
 from fusion_advisor.lowering.memo import lower_sites
@@ -58,20 +60,23 @@ def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) 
     ranges = saved.report.shapes
     if ranges is None:
         return
-    stored = [] if fused.traced_because or isinstance(saved.start, str) else saved.start["pieces"]
-    if stored:
+    if not fused.traced_because and not isinstance(saved.start, str):
         try:
-            _serve(fused, loaded, saved, ranges, stored)
+            _serve(fused, loaded, saved, ranges, [*saved.start["pieces"]])
+        except _DIFFERENCES as different:
+            fused.traced_because = str(different) if isinstance(different, _SENTENCES) else f"{NAME} does not fit this model"
+        else:
             return
-        except (Differs, PlanMismatch) as different:
-            fused.traced_because = str(different)
-    _serve(fused, loaded, saved, ranges, ())
+    _serve(fused, loaded, saved, ranges, None)
 
 
-def _serve(
-    fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan, ranges: ShapeRanges, stored: Sequence[Mapping[str, Any]]
-) -> None:
-    """Capture all pieces again, or make them of what is stored of them, and build their kernels."""
+_SENTENCES = (Differs, PlanMismatch, LayoutChanged)
+_DIFFERENCES = (*_SENTENCES, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+"""What a file may lead to that is read as what we wrote, and that somebody has changed."""
+
+
+def _serve(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan, ranges: ShapeRanges, stored: Any) -> None:
+    """Capture all pieces again, or make them of what is stored of them, and build their kernels; None: capture all."""
     asked = ShapeRequest(ranges=ranges.asked, dims=() if any(piece.call for piece in ranges.pieces) else ranges.dims)
     with (
         current_device(torch.device(loaded.record.device)), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs),
@@ -104,11 +109,12 @@ class _Restoring:
     """The work on the pieces of one way to call the model."""
 
     def __init__(
-        self, loaded: LoadedWorkload, saved: SavedPlan, ranged: RangedCall, folder: Path, stored: Sequence[Mapping[str, Any]],
+        self, loaded: LoadedWorkload, saved: SavedPlan, ranged: RangedCall, folder: Path,
+        stored: Sequence[Any] | None,
         *, pads: bool,
     ) -> None:  # fmt: skip
         self._loaded, self._saved, self._ranged, self._folder, self._pads = loaded, saved, ranged, folder, pads
-        self._stored = [row for row in stored if row["name"] == ranged.name]
+        self._stored = None if stored is None else [row for row in stored if row["name"] == ranged.name]
         self._built: dict[str, BuiltKernel] = {}
         self.traced_because = ""
 
@@ -118,11 +124,11 @@ class _Restoring:
         Raises:
             Differs: what is stored does not fit this model.
         """
-        row = next((row for row in self._stored if row["sizes"] == sizes), {"why": "nothing is stored of it"})
-        if "why" not in row:
-            model_id = self._loaded.record.model_id
-            return open_again(self._loaded.model, self._ranged.at, row, self._ranged.dims, model_id=model_id)
-        if self._stored:
+        if self._stored is not None:
+            row = next((row for row in self._stored if row["sizes"] == sizes), {"why": f"{NAME} has nothing of these sizes"})
+            if "why" not in row:
+                model_id = self._loaded.record.model_id
+                return open_again(self._loaded.model, self._ranged.at, row, self._ranged.dims, model_id=model_id)
             self.traced_because = f"at {_text(sizes)}: {row['why']}"
         args, kwargs = self._ranged.at(sizes)
         return capture_open(self._loaded.model, args, kwargs, self._ranged.dims, model_id=self._loaded.record.model_id)

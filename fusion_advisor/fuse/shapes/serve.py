@@ -77,7 +77,6 @@ class ServedPiece:
     Attributes:
         box: its sizes.
         compiled: the model's call as dynamo compiled it for the piece; None where the original ops run, or nothing was traced.
-        untraced: makes the call where the piece's graph was read from a file.
         route: what that call runs in place of the graph.
         slots: by name which of the graph's inputs tells the size, and in which dim of a tensor; None: the number itself.
         points: what runs near which sizes.
@@ -87,11 +86,11 @@ class ServedPiece:
         holds: whether what dynamo took for granted is true of sizes in the box; None where it is of all.
         writes: it writes to what it is given.
         padding: sizes that may be rounded up to share a CUDA graph; None: each shape has its own.
+        untraced: makes the call where the piece's graph was read from a file.
     """
 
     box: Box
     compiled: DynamoCall | None
-    untraced: UntracedCall | None
     route: Route | None
     slots: Mapping[str, tuple[int, int | None]]
     points: tuple[Served, ...]
@@ -101,6 +100,7 @@ class ServedPiece:
     holds: Callable[[Sizes], bool] | None = None
     writes: bool = False
     padding: Padding | None = None
+    untraced: UntracedCall | None = None
     _wrap: Wrap | None = None
     _shortcut: Shortcut | UntracedCall | None = None
     _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
@@ -207,9 +207,7 @@ def serving(piece: Piece, points: Sequence[Served], padding: Padding | None = No
     """
     opened = piece.opened
     if opened is None:
-        return ServedPiece(
-            box=piece.box, compiled=None, untraced=None, route=None, slots={}, points=tuple(points), refusal=piece.refusal
-        )  # fmt: skip
+        return ServedPiece(box=piece.box, compiled=None, route=None, slots={}, points=tuple(points), refusal=piece.refusal)
     region = opened.region
     return ServedPiece(
         box=piece.box, compiled=opened.live.compiled, untraced=opened.live.untraced, route=region.route, slots=opened.slots(),

@@ -30,6 +30,14 @@ _MOST_BYTES = 2**25
 """Of constants."""
 _SIZE = "size"
 """In place of an op's name: computes a size from other sizes, as the node's own value says."""
+_OF_SIZES: dict[str, Callable[..., Any]] = {
+    f"size.{one.__name__}": one
+    for one in (
+        operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.eq, operator.ne, operator.lt,
+        operator.le, operator.gt, operator.ge,
+    )
+}  # fmt: skip
+"""What Python does with sizes; dynamo of torch 2.11 asserts ranges of them in the graph."""
 _FILES = {"from_file"}
 """Ops of ATen's that open a file: none is run by its name from a file."""
 _PLACES = ("dtype", "device", "layout", "memory_format")
@@ -103,8 +111,10 @@ class _Writer:
             return None
         if isinstance(value, list | tuple):
             return [self._value(item) for item in value]
-        if isinstance(value, torch.SymInt):
-            return {"size": self._size(value)}
+        if isinstance(value, torch.SymInt | int):
+            return {"truth" if isinstance(value, bool) else "size": self._size(value)}
+        if isinstance(value, torch.SymBool):
+            return {"truth": self._size(value)}
         is_plain = isinstance(value, torch.Tensor) and fake_mode.is_plain_fake(value, may_be_open=True)
         if not is_plain or value.is_neg() or value.is_conj():
             raise CannotDescribe(f"a value that is a {type(value).__name__}")
@@ -132,6 +142,8 @@ def _target_name(target: Any) -> str:
         return "getitem"
     if symbolic_sizes.is_computing(target):
         return _SIZE
+    if target in _OF_SIZES.values():
+        return next(name for name, one in _OF_SIZES.items() if one is target)
     if not isinstance(target, torch._ops.OpOverload):
         raise CannotDescribe(f"an op that is a {getattr(target, '__name__', type(target).__name__)}")
     name = str(target)
@@ -238,7 +250,10 @@ def on_device(kind: str, device: torch.device) -> torch.device:
 def _valued(value: Any, values: list[torch.Tensor], sizes: OpenSizes | None) -> Any:
     if isinstance(value, list):
         return tuple(None if item is None else _valued(item, values, sizes) for item in value)
-    return _open(sizes).size(value["size"]) if isinstance(value, dict) else values[value]
+    if not isinstance(value, dict):
+        return values[value]
+    ((kind, data),) = value.items()
+    return _open(sizes).truth(data) if kind == "truth" else _open(sizes).size({"size": data}[kind])
 
 
 def _computing(value: Any, given: list[Node], sizes: OpenSizes | None) -> Callable[..., Any]:
@@ -271,6 +286,8 @@ def _op_of(name: str) -> Callable[..., Any]:
     """
     if name == "getitem":
         return operator.getitem
+    if name in _OF_SIZES:
+        return _OF_SIZES[name]
     space, *rest = name.split(".")
     if space != "aten" or len(rest) != 2 or rest[0] in _FILES:
         raise CannotDescribe(f"the op {name!r:.80}, which is none of ATen's")

@@ -104,7 +104,7 @@ class UntracedCall:
             self._look(args, kwargs, leaves)
             inside = self._inside(args, kwargs, leaves, objects) if self._traced.inside else []
             passed = [*leaves, *inside]
-            if self._asked:
+            if self._traced.tree.conditions:
                 self._compare_sizes(passed)
         except Differs as difference:
             self.why = str(difference)
@@ -133,6 +133,9 @@ class UntracedCall:
             raise Differs("the call's tensors are the same in another way, or ask for gradients")
         if not compiled_code.is_stance_default() or dispatcher.is_function_mode_on():
             raise Differs("dynamo's stance or a mode of torch functions was set")
+        frame = self._traced.frame
+        if getattr(self._model.forward, "__func__", None) is not frame.function or not frame.is_same():
+            raise Differs("its forward was replaced")
         if self._is_unchanged is None or not self._is_unchanged():
             self.note(args, kwargs)
         if not self._state():
@@ -249,8 +252,6 @@ class UntracedCall:
             Differs: something is not as it was.
         """
         frame = self._traced.frame
-        if not frame.is_same():
-            raise Differs("the code of its forward was replaced")
         variables, space = frame.variables(args, kwargs), frame.function.__globals__
         seen = Seen()
         for node, value in roots(self._traced.tree, variables, space):

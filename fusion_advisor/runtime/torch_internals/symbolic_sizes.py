@@ -42,7 +42,7 @@ def leave_open(tensor: torch.Tensor, dims: Iterable[int]) -> None:
 
 def expression_of(size: Any) -> Expression:
     """Return what a size is in dynamo's symbols; a number for one that is fixed."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    return size.node.expr if isinstance(size, torch.SymInt | torch.SymBool) else size
 
 
 def symbol_of(size: Any) -> Expression | None:
@@ -267,9 +267,20 @@ class OpenSizes:
         if type(data) is int:
             return data
         expression = self.expression(data)
-        if expression.is_Boolean:
+        if _is_truth(expression):
             raise ValueError(f"a truth value for a size, {expression}")
         return self.environment.create_symintnode(expression, hint=self.number(data))
+
+    def truth(self, data: Any) -> Any:
+        """Return a truth value from plain data, open where it follows from sizes.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is none.
+        """
+        expression = self.expression(data)
+        if not _is_truth(expression):
+            raise ValueError(f"a number for a truth value, {expression}")
+        return self.environment.create_symboolnode(expression) if expression.free_symbols else bool(expression)
 
     def number(self, data: Any) -> int:
         """Return what a size is in the one call.
@@ -292,6 +303,11 @@ class OpenSizes:
         """Return a context in which no question about a size becomes a guard: the layouts are those of a trace."""
         suppressed: contextlib.AbstractContextManager[None] = self.environment.suppress_guards()
         return suppressed
+
+
+def _is_truth(expression: Expression) -> bool:
+    """Whether an expression is a truth value; a symbol of sympy's may be one, and none of dynamo's is."""
+    return isinstance(expression, sympy.logic.boolalg.Boolean) and not expression.is_symbol
 
 
 def open_sizes(now: Sequence[int], bounds: Sequence[tuple[int, int]], guards: Sequence[Any]) -> OpenSizes:
