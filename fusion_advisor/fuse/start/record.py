@@ -1,6 +1,14 @@
 """Records what a saved plan needs to start without a trace: the captured graphs, and everything that the traces had read.
 
-A plan of one shape has one graph. A plan of ranges has one more for each piece of them, with open sizes.
+Once for a run: versions, torch's global state, facts of the model (classes, sources, configuration, layouts). Once for each call
+that was captured, which is the example call, and in a plan of ranges one call of each piece: the guards as a tree; the code that
+was traced, by name and digest; the graph; which tensors of the call, of the model, or which sizes its inputs are; the form of the
+output. A piece says beside these which sizes are open, what its graph takes for granted of them, and where the piece begins and
+ends. Its layouts and guards are expressions of sizes as nested lists.
+
+Compared when it is loaded: all of this with the model and a call of the same sizes; the pieces' ends with those that the guards
+give; the results with those of the model's own ops, a piece's at two sizes. Compared at each call: code, guards, tensors, and for
+each new shape what dynamo had asked of sizes. Figures: ``docs/measurements/start_up.md``.
 
 What cannot be written down is no error. The plan then is put in place as before, by tracing the model, and says why.
 """

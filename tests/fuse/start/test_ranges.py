@@ -342,7 +342,7 @@ DAMAGES = {
     "sizes swapped": swapped_sizes,
     "a size for an op's name": lambda start: start["pieces"][0]["graph"]["nodes"][-2].__setitem__(2, "size"),
     "no open sizes": with_piece(open=None),
-    "a guard that is not true": with_sizes(guards=[["sympy.Eq", ["", 0], 77]]),
+    "a guard that is not true": with_sizes(guards=[["sympy.Equality", ["", 0], 77]]),
     "a guard more": with_sizes(guards=[["sympy.StrictLessThan", ["", 0], 5]]),
     "no guard": with_sizes(guards=[]),
     "a condition on nothing": lambda start: start["pieces"][0]["tree"].update(conditions=[["==", ["size", 7, 7], 1]]),
