@@ -14,11 +14,13 @@ import torch
 
 import fusion_advisor as fa
 from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.restore_shapes import restore_shapes
 from fusion_advisor.workload.load import describe_live
 from tests.fuse import test_pipeline
+from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.start import network
 from tests.fuse.start.saved import edit, frames, traced
 from tests.fuse.start.test_untraced_start import CHANGES, EVIL, LATER, assert_close, bert, other_activation, set_to
@@ -167,6 +169,25 @@ def test_it_is_reverted_and_applied_again(folder):
         with fused.apply():
             assert_right(loaded)
             assert fused.traced_because == "" and fused.fallbacks == {}
+
+
+def test_graphs_that_were_read_are_replayed_by_shape(folder):
+    loaded, recorder, plan, before = a_net(), FakeRecorder(), load_plan(folder), frames()
+    fused = apply_plan(loaded, plan)
+    fused.graphs = Graphs(recorder)
+    restore_shapes(fused, loaded, plan)
+    with torch.no_grad(), fused:
+        for number in range(4):
+            for x in inputs()[1:]:
+                assert_close(loaded.model(x + number), own(loaded, x + number))
+        assert recorder.recorded == 4 and recorder.replayed == 3 * 4
+        assert fused.fallbacks == {} and fused.traced_because == "" and frames() == before
+        loaded.model.blocks[0].shift = 0.5
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                assert_right(loaded)
+        assert "shift" in fused.traced_because
 
 
 # -- changed before the start, and behind it -----------------------------------------------------------------------------------
