@@ -143,7 +143,7 @@ def test_a_graph_made_again_is_the_same_graph(model_of):
 def of_sizes(x):
     """Values of sizes that are computed: a sum, a product, half of a size."""
     rows, width = x.shape
-    return torch.cat([x, x[: rows // 2]]).reshape(-1, 2) * torch.arange(rows + rows // 2 + width, dtype=x.dtype).sum() + x.sum()
+    return x.reshape(-1, 2) * torch.arange(rows + rows // 2 + width, dtype=x.dtype).sum() + x.sum()
 
 
 def test_a_graph_with_open_sizes_made_again_is_the_same_graph_at_all_sizes():
