@@ -7,6 +7,7 @@ the piece's own graph. Calls near a point run what stays there.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,16 +31,17 @@ from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.registry import PASSES, kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.fuse.plan.size_ranges import CACHED, MOST_NAMES, ShapeRequest
+from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
-from fusion_advisor.fuse.shapes.pieces import Piece, points_of
-from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls, with_room
+from fusion_advisor.fuse.shapes.pieces import Box, Piece, points_of
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_hint, generate_of, ranged_calls, with_room
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.show_padding import ShownPadding
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, all_sized, build, finished
 from fusion_advisor.fuse.shapes.time_calls import time_calls
 from fusion_advisor.fuse.shapes.try_sizes import REFUSALS, refuse_sizes, try_ends
+from fusion_advisor.fuse.start.record import piece_of
 from fusion_advisor.records import (
     Bandwidth,
     RenderedKernel,
@@ -58,8 +60,6 @@ from fusion_advisor.workload.load import LoadedWorkload
 _MOST_ELEMENTS = {"cpu": 2048, "cuda": 16384}
 """Of the product of the open sizes at the largest point: 16 requests of 1,024 tokens, or one of 16,384."""
 _BUDGET_S = 2.0
-_USUAL_CACHE = 1024
-"""Tokens in a cache, where a range of them is proposed."""
 
 
 def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> list[RangedCall]:
@@ -107,6 +107,8 @@ class _Shapes:
     """Whether calls may run in CUDA graphs of larger shapes, where a trial shows that they can."""
     refused: set[str] = field(default_factory=lambda: {name for name, one in PASSES.items() if one.needs_numbers})
     """Graph passes that look at numbers or at tensors of one size."""
+    starts: dict[Box, dict[str, Any]] = field(default_factory=dict)
+    """By piece, what it needs to start without a trace."""
 
     def call_at(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self.ranged.at(sizes)
@@ -128,7 +130,7 @@ class _Shapes:
 def serve_shapes(
     fused: FusedModel, loaded: LoadedWorkload, options: ApplyOptions, calls: Sequence[RangedCall], bandwidth: Bandwidth,
     progress: Progress, instruments: Instruments = MEASURED, kept: Collection[str] = (),
-) -> ShapeRanges:  # fmt: skip
+) -> tuple[ShapeRanges, tuple[dict[str, Any], ...]]:  # fmt: skip
     """Let a fused model serve ranges of sizes.
 
     Args:
@@ -140,11 +142,15 @@ def serve_shapes(
         progress: gets lines.
         instruments: measure and decide.
         kept: ids of rewrites that were kept for the example call: changes of layouts among them are made here too.
+
+    Returns:
+        The record of it, and what each piece needs to start without a trace.
     """
     assert options.shapes is not None
     started = time.perf_counter()
     original = module_call.original_call(loaded.model)
     tables, rows = [], []
+    starts: list[dict[str, Any]] = []
     for call in calls:
         work = _Shapes(
             loaded=loaded, options=options, ranged=call, bandwidth=bandwidth, progress=progress, instruments=instruments,
@@ -157,33 +163,15 @@ def serve_shapes(
             rows.append(row)
             (progress.found if _serving_points(row) else progress.warn)(_outcome(row))
         tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=call.may_record))
+        starts += work.starts.values()
     fused.serve(tables, generate_of(loaded, calls))
     points = sum(len(row.points) for row in rows)
     progress.note(f"decided at {points} points; graphs: {len(rows)}")
-    return ShapeRanges(
+    ranges = ShapeRanges(
         asked=options.shapes.ranges, dims=tuple(one for call in calls for one in call.shown_dims), pieces=tuple(rows),
         seconds=round(time.perf_counter() - started, 3),
     )  # fmt: skip
-
-
-def generate_hint(model: torch.nn.Module, asked: ShapeRequest) -> str:
-    """Say which ranges would serve the steps of ``generate``; empty where they are served, or the model makes no tokens.
-
-    Args:
-        model: whose ``generate`` is meant.
-        asked: the ranges that it has.
-    """
-    config, generates = getattr(model, "config", None), getattr(model, "can_generate", None)
-    is_served = any(one.name == CACHED for one in asked.ranges)
-    if is_served or asked.dims or len(asked.ranges) >= MOST_NAMES or not callable(generates) or not generates():
-        return ""
-    if getattr(config, "is_encoder_decoder", False):
-        return ""
-    limit = None if config is None else max_positions(config)
-    most = _USUAL_CACHE if limit is None else min(_USUAL_CACHE, limit - 1)
-    return (
-        f"generate runs the original ops: no range is of its KV cache. --shapes '{asked.text},{CACHED}=1..{most}' serves it too"
-    )
+    return ranges, tuple(starts)
 
 
 def with_shapes(
@@ -209,7 +197,7 @@ def with_shapes(
         kept_as_it_is(loaded.model, loaded.args, loaded.kwargs),
     ):  # fmt: skip
         is_exact_plan = run.fused.is_applied
-        found = serve_shapes(
+        found, starts = serve_shapes(
             run.fused, loaded, options, calls, run.report.bandwidth, progress, instruments, kept_ids(run.report.rewrites)
         )
         pair = _exact_and_general(run.fused, loaded, instruments) if options.is_timed and is_exact_plan else None
@@ -224,7 +212,8 @@ def with_shapes(
     report = replace(run.report, shapes=found, durations_s=tuple(clock.durations_s), notes=notes)
     run.fused.report = report
     on_report(report)
-    return replace(run, report=report)
+    write_start = None if run.write_start is None else functools.partial(run.write_start, pieces=starts)
+    return replace(run, report=report, write_start=write_start)
 
 
 def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
@@ -232,6 +221,7 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     started, opened = time.perf_counter(), piece.opened
     if opened is None:
         return serving(piece, ()), ShapePiece(call=work.ranged.name, ranges=piece.box, refusal=piece.refusal)
+    work.starts[piece.box] = piece_of(work.loaded.model, opened, work.ranged.name, piece.box)
     changes = change_layouts(opened, work.kept)
     assert work.options.shapes is not None
     names = [one.name for one in work.options.shapes.ranges]

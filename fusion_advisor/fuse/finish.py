@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -54,7 +53,7 @@ class AppliedRun:
     capture: Capture
     parts: tuple[tuple[str, Report, Capture], ...] = ()
     """Further regimes of the same model, each with a report of its own: (folder, report, capture)."""
-    write_start: Callable[[Path], str] | None = None
+    write_start: Callable[..., str] | None = None
     """Writes what a start without a trace needs in addition to the capture. Returns why it cannot. None: nothing was kept."""
 
     def revert(self) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,26 +27,30 @@ from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
+from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, find_again
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
+from fusion_advisor.fuse.start.guard_tree import Differs
+from fusion_advisor.fuse.start.opened_again import open_again
+from fusion_advisor.fuse.start.record import NAME
 from fusion_advisor.ir.operand_names import with_names
 from fusion_advisor.ir.sized_program import NoOneProgram
 from fusion_advisor.lowering.memo import lower_sites
 from fusion_advisor.lowering.rules.tables import CannotLower
-from fusion_advisor.records import Chain, RenderedKernel, ShapeFusion, ShapePiece, ShapePoint, Site
+from fusion_advisor.records import Chain, RenderedKernel, ShapeFusion, ShapePiece, ShapePoint, ShapeRanges, Site
 from fusion_advisor.workload.device import current_device
 from fusion_advisor.workload.load import LoadedWorkload
 
 
 def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) -> None:
-    """Let a model serve the ranges that a saved plan was decided for.
+    """Let a model serve the ranges that a saved plan was decided for, without a trace where its example call needs none.
 
     Args:
-        fused: the model, with the plan's example call in place.
+        fused: the model, with the plan's example call in place; it is told why the model was traced.
         loaded: the model and that call.
         saved: the plan; without ranges nothing is done.
 
@@ -55,6 +60,23 @@ def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) 
     ranges = saved.report.shapes
     if ranges is None:
         return
+    if not fused.traced_because and not isinstance(saved.start, str):
+        try:
+            _serve(fused, loaded, saved, ranges, [*saved.start["pieces"]])
+        except _DIFFERENCES as different:
+            fused.traced_because = str(different) if isinstance(different, _SENTENCES) else f"{NAME} does not fit this model"
+        else:
+            return
+    _serve(fused, loaded, saved, ranges, None)
+
+
+_SENTENCES = (Differs, PlanMismatch, LayoutChanged)
+_DIFFERENCES = (*_SENTENCES, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+"""What a file may lead to that is read as what we wrote, and that somebody has changed."""
+
+
+def _serve(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan, ranges: ShapeRanges, stored: Any) -> None:
+    """Capture all pieces again, or make them of what is stored of them, and build their kernels; None: capture all."""
     asked = ShapeRequest(ranges=ranges.asked, dims=() if any(piece.call for piece in ranges.pieces) else ranges.dims)
     with (
         current_device(torch.device(loaded.record.device)), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs),
@@ -64,11 +86,12 @@ def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) 
         calls = ranged_calls(loaded, asked)
         for call in calls:
             rows = [piece for piece in ranges.pieces if piece.call == call.name]
-            work = _Restoring(loaded, saved, call, Path(folder), pads=fused.graphs is not None and call.may_record)
+            work = _Restoring(loaded, saved, call, Path(folder), stored, pads=fused.graphs is not None and call.may_record)
             try:
                 pieces = find_again(call.ranges, [(row.ranges, _is_served(row)) for row in rows], work.capture)
             except OtherPieces as error:
                 raise _mismatch(saved, "the model makes other pieces of the ranges") from error
+            fused.traced_because = fused.traced_because or work.traced_because
             served = [work.piece(piece, row) for piece, row in zip(pieces, rows, strict=True)]
             tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=call.may_record))
     fused.serve(tables, generate_of(loaded, calls))
@@ -85,12 +108,28 @@ def _mismatch(saved: SavedPlan, detail: str) -> PlanMismatch:
 class _Restoring:
     """The work on the pieces of one way to call the model."""
 
-    def __init__(self, loaded: LoadedWorkload, saved: SavedPlan, ranged: RangedCall, folder: Path, *, pads: bool) -> None:
+    def __init__(
+        self, loaded: LoadedWorkload, saved: SavedPlan, ranged: RangedCall, folder: Path,
+        stored: Sequence[Any] | None,
+        *, pads: bool,
+    ) -> None:  # fmt: skip
         self._loaded, self._saved, self._ranged, self._folder, self._pads = loaded, saved, ranged, folder, pads
+        self._stored = None if stored is None else [row for row in stored if row["name"] == ranged.name]
         self._built: dict[str, BuiltKernel] = {}
+        self.traced_because = ""
 
     def capture(self, sizes: Sizes) -> OpenCapture:
-        """Capture the call at some sizes."""
+        """Capture the call at some sizes, without a trace where what that takes is stored.
+
+        Raises:
+            Differs: what is stored does not fit this model.
+        """
+        if self._stored is not None:
+            row = next((row for row in self._stored if row["sizes"] == sizes), {"why": f"{NAME} has nothing of these sizes"})
+            if "why" not in row:
+                model_id = self._loaded.record.model_id
+                return open_again(self._loaded.model, self._ranged.at, row, self._ranged.dims, model_id=model_id)
+            self.traced_because = f"at {_text(sizes)}: {row['why']}"
         args, kwargs = self._ranged.at(sizes)
         return capture_open(self._loaded.model, args, kwargs, self._ranged.dims, model_id=self._loaded.record.model_id)
 

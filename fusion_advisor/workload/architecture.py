@@ -133,11 +133,12 @@ def cut_layers(config: Any, layers: int, *, model_id: str) -> Any:
 
 def max_positions(config: Any) -> int | None:
     """Return the most tokens that the model (its decoder, where it has one) takes; None where nothing limits them."""
-    if config.model_type in _RELATIVE_POSITIONS:
+    kind = getattr(config, "model_type", "")  # somebody's own config need not have one
+    if kind in _RELATIVE_POSITIONS:
         return None
     for part in (config, getattr(config, "text_config", None)):
         for name in _POSITION_FIELDS:
             value = getattr(part, name, None)
             if isinstance(value, int) and value > 0:
-                return value - 2 if config.model_type in _OFFSET_POSITIONS else value
+                return value - 2 if kind in _OFFSET_POSITIONS else value
     return None

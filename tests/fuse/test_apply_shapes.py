@@ -15,9 +15,9 @@ import torch._dynamo.utils
 import fusion_advisor as fa
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import PlanMismatch, SizeRejected, UsageError
-from fusion_advisor.fuse.apply_shapes import generate_hint
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.shapes.pieces import points_of
+from fusion_advisor.fuse.shapes.ranged_calls import generate_hint
 from fusion_advisor.records import ShapeRanges, SizeRange
 from fusion_advisor.records.serialize import dump_report, load_report
 from tests import tiny

@@ -8,7 +8,7 @@ ops have the same numbers at every size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class OpenCapture:
         guards: expressions that must be true of the sizes.
         environment: dynamo's, where every symbol lives; None where all sizes are fixed.
         numbers: by place of a graph input the number that was written into the graph for it.
+        call: (args, kwargs) that were traced, with tensors of their own.
+        dims: names of its tensors' dims.
     """
 
     live: LiveCapture
@@ -54,6 +56,8 @@ class OpenCapture:
     guards: tuple[Any, ...]
     environment: Any
     numbers: Mapping[int, float] = field(default_factory=dict)
+    call: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
+    dims: Dims = field(default_factory=dict)
 
     @property
     def region(self) -> Region:
@@ -190,7 +194,8 @@ def capture_open(
     others = [name for name in live.written.tensors if name not in tensors]
     if others:
         raise OneSizeOnly(f"the call writes to `{others[0]}`, which the model keeps")
-    return _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
+    opened = _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
+    return replace(opened, call=(args, kwargs), dims=dims)
 
 
 def opened_by_dynamo(region: Region) -> OpenCapture:

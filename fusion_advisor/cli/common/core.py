@@ -52,7 +52,7 @@ class AppliedRun(Protocol):
     report: Report
     capture: Capture
     parts: tuple[tuple[str, Report, Capture], ...]
-    write_start: Callable[[Path], str] | None
+    write_start: Callable[..., str] | None
 
     def revert(self) -> None:
         """Put the model back exactly as it was."""

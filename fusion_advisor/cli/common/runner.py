@@ -116,10 +116,10 @@ def run_apply(
         try:
             if full.run_dir is not None:
                 write_capture(applied.capture, full.run_dir / "capture.json.gz")
-                if applied.write_start is not None:
-                    applied.write_start(full.run_dir)
                 for name, part, capture in applied.parts:
                     _write_part(full, name, part, capture, output)
+                if applied.write_start is not None:
+                    applied.write_start(full.run_dir)
             return applied.report
         finally:
             applied.revert()

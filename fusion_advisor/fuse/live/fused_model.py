@@ -292,7 +292,7 @@ class FusedModel(InPlace):
             self._launches.include(table.modules)
             for piece in table.pieces:
                 wrap = self._graphed if self.graphs is not None and table.may_record else None
-                piece.start(self.model, wrap, self._rewritten.other)
+                piece.start(self.model, wrap, self._rewritten.other, functools.partial(setattr, self, "traced_because"))
                 self._guard.watch(piece.code)
 
     def _graphed(self, module: GraphModule, names: tuple[str, ...]) -> GraphedRegion:

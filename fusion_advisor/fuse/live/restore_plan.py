@@ -201,13 +201,11 @@ def _without_trace(
     """Build a plan's kernels on the graph that its run stored; return a reason where the model has to be traced."""
     if dist.is_initialized() or saved.sums:
         return "the step is one of several ranks'"
-    if saved.report.shapes is not None:
-        return "the plan serves ranges of sizes"
     if isinstance(saved.start, str):
         return saved.start
     try:
         with clock.phase("capture"):
-            started = start_again(loaded, dict(saved.start))
+            started = start_again(loaded, saved.start)
             drop_layouts(started.live, but=saved.rewrites)
             bench = Bench(started.live, on_cuda=saved.capture.environment.device_kind == "cuda")
             difference = first_difference(saved.capture.ops, bench.ops)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ class TrainedRun:
     capture: Capture
     parts: tuple[tuple[str, Report, Capture], ...] = ()
     """None: the report is of the whole step."""
-    write_start: Callable[[Path], str] | None = None
+    write_start: Callable[..., str] | None = None
     """None: a training step is rewritten in the process that trains."""
 
     def revert(self) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,7 +111,20 @@ def apply_generate(
     elif (first_kept or run_kept) and not options.dry_run:
         fused.apply()
     fused.report = report
-    return AppliedRun(fused=fused, report=report, capture=run.capture, parts=((PREFILL, prefill_report, first.capture),))
+    return AppliedRun(
+        fused=fused, report=report, capture=run.capture, parts=((PREFILL, prefill_report, first.capture),),
+        write_start=partial(_write_starts, first.write_start, run.write_start),
+    )  # fmt: skip
+
+
+def _write_starts(prefill: Callable[..., str] | None, decode: Callable[..., str] | None, folder: Path) -> str:
+    """Write what starts of both steps without a trace need; return why there is none of one of them."""
+    why = [
+        f"{name}: {'nothing was kept' if write is None else found}"
+        for name, write, place in ((PREFILL, prefill, folder / PREFILL), ("decode", decode, folder))
+        if (found := "" if write is None else write(place)) or write is None
+    ]
+    return "; ".join(why)
 
 
 def first_divergence(

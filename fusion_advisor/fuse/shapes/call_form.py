@@ -6,12 +6,14 @@ of its tensors with those of a call of the same form takes a tenth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from fusion_advisor.capture.sizes.open_capture import base_of, dim_size
+from fusion_advisor.capture.sizes.open_capture import Dims, base_of, call_tensors, dim_size
+from fusion_advisor.runtime.call_tensors import is_object
 
 Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], *tuple[bool, ...]]
 """Sizes, dtype, device and strides of a tensor; marks behind them where it is negated or conjugated when an op reads it."""
@@ -90,3 +92,52 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return 0 in shape
         expected *= size
     return True
+
+
+def pattern_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: Dims | None) -> Any:
+    """Return what is equal for all calls that are served: everything but the open sizes.
+
+    Args:
+        args: of the call.
+        kwargs: of the call.
+        dims: names of its tensors' dims; None leaves out all layouts.
+    """
+    paths = {id(tensor): path for path, tensor in call_tensors(args, kwargs).items()}
+
+    def key(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return (type(leaf), float.hex(leaf) if isinstance(leaf, float) else leaf)
+        if dims is None:
+            return torch.Tensor
+        names = dims.get(paths.get(id(leaf), ""))
+        marks = (leaf.is_neg(), leaf.is_conj())  # such a tensor is negated or conjugated only when an op reads it
+        if names is None:
+            return (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), *marks)
+        fixed = tuple(None if name else size for name, size in zip(names, leaf.shape, strict=False))
+        return (fixed, leaf.dtype, leaf.device, leaf.is_contiguous(), *marks)
+
+    def pattern(value: Any, depth: int = 0) -> Any:
+        if depth > _DEEPEST:
+            return object()  # equal to nothing
+        if isinstance(value, torch.Tensor):
+            return key(value)
+        if isinstance(value, list | tuple):
+            return (type(value), *(pattern(item, depth + 1) for item in value))
+        contents = value if isinstance(value, dict) else vars(value) if is_object(value) else None
+        if contents is None:
+            return key(value)
+        items = [(name, contents[name]) for name in sorted(contents, key=str)]
+        if not isinstance(value, dict):  # dynamo guards the numbers and flags of an object that the graph depends on
+            items = [(name, int if type(item) is int else item) for name, item in items if not _is_own_flag(name, item)]
+        return (type(value), *((name, pattern(item, depth + 1)) for name, item in items))
+
+    return pattern((tuple(args), dict(kwargs)))
+
+
+_DEEPEST = 8
+"""Objects inside one another that are looked into."""
+
+
+def _is_own_flag(name: str, value: Any) -> bool:
+    """Whether an attribute is a flag of the object's own: transformers notes in one who made a cache."""
+    return name.startswith("_") and isinstance(value, bool)

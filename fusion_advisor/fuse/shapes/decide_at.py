@@ -21,6 +21,7 @@ from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.start.call_tensors import given_by
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import Bandwidth
 
@@ -46,17 +47,19 @@ def example_args(opened: OpenCapture, args: Sequence[Any], kwargs: Mapping[str, 
     """Return what the piece's graph is called with in a call of the model.
 
     Args:
-        opened: the graph, with dynamo's call that leads to it.
+        opened: the graph, with the call that leads to it.
         args: of the call.
         kwargs: of the call.
     """
-    route, compiled = opened.region.route, opened.live.compiled
+    route, compiled, untraced = opened.region.route, opened.live.compiled, opened.live.untraced
     assert route is not None
-    assert compiled is not None
     route.seen = seen = []  # type: ignore[var-annotated]
     try:
         with torch.no_grad():
-            compiled.call(*args, **kwargs)
+            if compiled is None:
+                untraced(args, kwargs, list(given_by(tuple(args), kwargs).leaves.values()))
+            else:
+                compiled.call(*args, **kwargs)
     finally:
         route.seen = None
     return tuple(seen[-1][1])

@@ -10,12 +10,13 @@ import torch
 
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, base_of, call_tensors, sizes_of
 from fusion_advisor.errors import UsageError
-from fusion_advisor.fuse.plan.size_ranges import CACHED, ShapeRequest
+from fusion_advisor.fuse.plan.size_ranges import CACHED, MOST_NAMES, ShapeRequest
 from fusion_advisor.fuse.shapes.call_sizes import dims_of, resized
 from fusion_advisor.fuse.shapes.pieces import Capture, Piece, find_pieces
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import numbers_in, objects_in
 from fusion_advisor.runtime.torch_internals import module_call
+from fusion_advisor.workload.architecture import max_positions
 from fusion_advisor.workload.generate import CannotGenerate, fixed_step, growing_steps
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.pooled_generate import PooledGenerate
@@ -27,6 +28,8 @@ ROOM = "room"
 """Positions of a static cache."""
 PADDED = "padded "
 """Ahead of the name of a step whose prompts are of different lengths: such a step has a mask."""
+_USUAL_CACHE = 1024
+"""Tokens in a cache, where a range of them is proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,26 @@ def generate_of(loaded: LoadedWorkload, calls: Sequence[RangedCall]) -> PooledGe
     """Return what stands for the model's ``generate`` where its decode steps on static caches are served."""
     rooms = [one.most for call in calls if call.name == STATIC_DECODE for one in call.ranges if one.name == ROOM]
     return PooledGenerate(loaded.model, most_tokens=rooms[0]) if rooms else None
+
+
+def generate_hint(model: torch.nn.Module, asked: ShapeRequest) -> str:
+    """Say which ranges would serve the steps of ``generate``; empty where they are served, or the model makes no tokens.
+
+    Args:
+        model: whose ``generate`` is meant.
+        asked: the ranges that it has.
+    """
+    config, generates = getattr(model, "config", None), getattr(model, "can_generate", None)
+    is_served = any(one.name == CACHED for one in asked.ranges)
+    if is_served or asked.dims or len(asked.ranges) >= MOST_NAMES or not callable(generates) or not generates():
+        return ""
+    if getattr(config, "is_encoder_decoder", False):
+        return ""
+    limit = None if config is None else max_positions(config)
+    most = _USUAL_CACHE if limit is None else min(_USUAL_CACHE, limit - 1)
+    return (
+        f"generate runs the original ops: no range is of its KV cache. --shapes '{asked.text},{CACHED}=1..{most}' serves it too"
+    )
 
 
 def _static_decode(loaded: LoadedWorkload, asked: Sequence[SizeRange]) -> list[RangedCall]:

@@ -19,12 +19,11 @@ from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inp
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion
 from fusion_advisor.fuse.direct.direct_call import Shortcut
-from fusion_advisor.fuse.shapes.call_form import CallParts, Row, sizes_in
+from fusion_advisor.fuse.shapes.call_form import CallParts, Row, pattern_of, sizes_in
 from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
-from fusion_advisor.fuse.start.untraced_call import UntracedCall
+from fusion_advisor.fuse.start.untraced_call import TracedAgain, UntracedCall
 from fusion_advisor.records import SizeRange
-from fusion_advisor.runtime.call_tensors import is_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ class ServedPiece:
 
     Attributes:
         box: its sizes.
-        compiled: the model's call as dynamo compiled it for the piece; None where the original ops run.
+        compiled: the model's call as dynamo compiled it for the piece; None where the original ops run, or nothing was traced.
         route: what that call runs in place of the graph.
         slots: by name which of the graph's inputs tells the size, and in which dim of a tensor; None: the number itself.
         points: what runs near which sizes.
@@ -87,6 +86,7 @@ class ServedPiece:
         holds: whether what dynamo took for granted is true of sizes in the box; None where it is of all.
         writes: it writes to what it is given.
         padding: sizes that may be rounded up to share a CUDA graph; None: each shape has its own.
+        untraced: makes the call where the piece's graph was read from a file.
     """
 
     box: Box
@@ -100,8 +100,9 @@ class ServedPiece:
     holds: Callable[[Sizes], bool] | None = None
     writes: bool = False
     padding: Padding | None = None
+    untraced: UntracedCall | None = None
     _wrap: Wrap | None = None
-    _shortcut: Shortcut | None = None
+    _shortcut: Shortcut | UntracedCall | None = None
     _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
     _graphed: dict[tuple[int, ...], GraphedRegion] = field(default_factory=dict)
 
@@ -109,19 +110,27 @@ class ServedPiece:
         """Return what runs at some sizes."""
         return min(self.points, key=lambda point: point.distance(sizes))
 
-    def start(self, model: torch.nn.Module, wrap: Wrap | None, other: Callable[..., Any]) -> None:
+    def start(
+        self, model: torch.nn.Module, wrap: Wrap | None, other: Callable[..., Any], on_trace: Callable[[str], object]
+    ) -> None:
         """Let the compiled call run the rewritten graphs.
 
         Args:
             model: whose call it is.
             wrap: makes of a graph what is called for one exact shape: it may be recorded as a CUDA graph. None: it is called.
             other: the backend for graphs that dynamo traces where its guards no longer hold.
+            on_trace: told why the model is traced for a call of a piece that started without a trace.
         """
         self._wrap = wrap
         self._runners.clear()
         self._graphed.clear()
-        if self.compiled is not None and self.route is not None:
-            self.route.forward, self.compiled.later = self.forward, other
+        if self.route is not None:
+            self.route.forward = self.forward
+        if self.untraced is not None:
+            self.untraced.otherwise = TracedAgain(model, self.untraced, other, on_trace)
+            self._shortcut = self.untraced
+        elif self.compiled is not None and self.route is not None:
+            self.compiled.later = other
             self._shortcut = Shortcut(model, self.compiled.call, [self.route])
 
     def forward(self, *args: Any) -> Any:
@@ -201,15 +210,10 @@ def serving(piece: Piece, points: Sequence[Served], padding: Padding | None = No
         return ServedPiece(box=piece.box, compiled=None, route=None, slots={}, points=tuple(points), refusal=piece.refusal)
     region = opened.region
     return ServedPiece(
-        box=piece.box, compiled=opened.live.compiled, route=region.route, slots=opened.slots(), points=tuple(points),
-        names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
+        box=piece.box, compiled=opened.live.compiled, untraced=opened.live.untraced, route=region.route, slots=opened.slots(),
+        points=tuple(points), names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
         writes=writes_to_inputs(region), padding=padding,
     )  # fmt: skip
-
-
-def _is_own_flag(name: str, value: Any) -> bool:
-    """Whether an attribute is a flag of the object's own: transformers notes in one who made a cache."""
-    return name.startswith("_") and isinstance(value, bool)
 
 
 _MOST_RUNNERS = 1024
@@ -218,8 +222,6 @@ MOST_CALLS = 4096
 _MOST_CACHES = 256
 """Signatures of calls with a growing cache: each is of some hundred tensors."""
 _MOST_FORMS = 64
-_DEEPEST = 8
-"""Objects inside one another that are looked into."""
 
 
 @dataclass(slots=True, eq=False)
@@ -270,8 +272,8 @@ class ShapeTable:
         self.may_record = may_record
         self._dims = dims
         args, kwargs = example
-        self._like = self._pattern(args, kwargs, call_tensors(args, kwargs))
-        self._like_form = self._pattern(args, kwargs, call_tensors(args, kwargs), with_layouts=False)
+        self._like = pattern_of(args, kwargs, dims)
+        self._like_form = pattern_of(args, kwargs, None)
         self._forms: dict[Any, tuple[Row, ...] | None] = {}
         self.sharing: tuple[int, ...] | None = None
         self._known: dict[Any, VerifiedCall | str] = {}
@@ -313,7 +315,7 @@ class ShapeTable:
         """Return the piece that serves a call, or why the original ops run."""
         tensors = call_tensors(args, kwargs)
         sizes = sizes_of(tensors, self._dims)
-        if sizes is None or self._pattern(args, kwargs, tensors) != self._like:
+        if sizes is None or pattern_of(args, kwargs, self._dims) != self._like:
             return ""
         return self._at(sizes)
 
@@ -334,7 +336,7 @@ class ShapeTable:
     def _rows(self, given: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Row, ...] | None:
         """Say what the layouts of a call's tensors must be; None where a call of this form is never served."""
         tensors = call_tensors(args, kwargs)
-        if self._pattern(args, kwargs, tensors, with_layouts=False) != self._like_form:
+        if pattern_of(args, kwargs, None) != self._like_form:
             return None
         example = call_tensors(*self.example)
         paths = {id(tensor): path for path, tensor in tensors.items()}
@@ -360,38 +362,3 @@ class ShapeTable:
             return "the model does something else at exactly these sizes"
         served = piece.at(sizes)
         return piece if served.module is not None else served.reason
-
-    def _pattern(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, with_layouts: bool = True
-    ) -> Any:
-        """Return what is equal for all calls that are served: everything but the open sizes, or but all layouts."""
-        paths = {id(tensor): path for path, tensor in tensors.items()}
-
-        def key(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return (type(leaf), float.hex(leaf) if isinstance(leaf, float) else leaf)
-            if not with_layouts:
-                return torch.Tensor
-            names = self._dims.get(paths.get(id(leaf), ""))
-            marks = (leaf.is_neg(), leaf.is_conj())  # such a tensor is negated or conjugated only when an op reads it
-            if names is None:
-                return (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), *marks)
-            fixed = tuple(None if name else size for name, size in zip(names, leaf.shape, strict=False))
-            return (fixed, leaf.dtype, leaf.device, leaf.is_contiguous(), *marks)
-
-        def pattern(value: Any, depth: int = 0) -> Any:
-            if depth > _DEEPEST:
-                return object()  # equal to nothing
-            if isinstance(value, torch.Tensor):
-                return key(value)
-            if isinstance(value, list | tuple):
-                return (type(value), *(pattern(item, depth + 1) for item in value))
-            contents = value if isinstance(value, dict) else vars(value) if is_object(value) else None
-            if contents is None:
-                return key(value)
-            items = [(name, contents[name]) for name in sorted(contents, key=str)]
-            if not isinstance(value, dict):  # dynamo guards the numbers and flags of an object that the graph depends on
-                items = [(name, int if type(item) is int else item) for name, item in items if not _is_own_flag(name, item)]
-            return (type(value), *((name, pattern(item, depth + 1)) for name, item in items))
-
-        return pattern((tuple(args), dict(kwargs)))

@@ -26,6 +26,11 @@ class Given:
     inside: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, those in objects last."""
+        return [*self.leaves.values(), *self.inside.values()]
+
 
 def given_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
     """Look through a call.

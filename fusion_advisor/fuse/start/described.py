@@ -95,12 +95,21 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def layout(value: torch.Tensor) -> list[Any]:
-    """Return what a trace knows of a tensor, without its device's number."""
+def layout(value: torch.Tensor, open_at: Any = "") -> list[Any]:
+    """Return what a trace knows of a tensor, without its device's number.
+
+    Args:
+        value: the tensor.
+        open_at: dims whose sizes, and dims whose strides, the trace left open: their numbers are left out. Empty: none is.
+    """
     if value.layout != torch.strided:
         raise CannotDescribe(f"a tensor of layout {value.layout}")
     kind = "parameter" if isinstance(value, torch.nn.Parameter) else name_of(type(value))
-    return [kind, str(value.dtype), value.device.type, list(value.shape), list(value.stride()), value.requires_grad]
+    shape, stride = (
+        [None if dim in hidden else number for dim, number in enumerate(numbers)]
+        for numbers, hidden in zip((value.shape, value.stride()), open_at or ((), ()), strict=True)
+    )
+    return [kind, str(value.dtype), value.device.type, shape, stride, value.requires_grad]
 
 
 @functools.lru_cache(maxsize=4096)

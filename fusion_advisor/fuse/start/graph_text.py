@@ -10,7 +10,7 @@ import base64
 import keyword
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,23 @@ from fusion_advisor.capture.graph.layout_copies import LAID_OUT
 from fusion_advisor.capture.graph.split_bias import WRITTEN_OUT
 from fusion_advisor.capture.series.as_images import SHOWN_FOR
 from fusion_advisor.fuse.start.described import CannotDescribe
-from fusion_advisor.runtime.torch_internals import fake_mode, fx_trace, tensor_memory
+from fusion_advisor.runtime.torch_internals import fake_mode, fx_trace, symbolic_sizes, tensor_memory
+from fusion_advisor.runtime.torch_internals.symbolic_sizes import OpenSizes
 
 _MARKS = (LAID_OUT, WRITTEN_OUT, SHOWN_FOR)
 """What rewrites of layouts leave on nodes."""
 _MOST_BYTES = 2**25
 """Of constants."""
+_SIZE = "size"
+"""In place of an op's name: computes a size from other sizes, as the node's own value says."""
+_OF_SIZES: dict[str, Callable[..., Any]] = {
+    f"size.{one.__name__}": one
+    for one in (
+        operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.eq, operator.ne, operator.lt,
+        operator.le, operator.gt, operator.ge,
+    )
+}  # fmt: skip
+"""What Python does with sizes; dynamo of torch 2.11 asserts ranges of them in the graph."""
 _FILES = {"from_file"}
 """Ops of ATen's that open a file: none is run by its name from a file."""
 _PLACES = ("dtype", "device", "layout", "memory_format")
@@ -40,17 +51,18 @@ _FORMATS = {
 # -- to plain data -----------------------------------------------------------------------------------------------------------
 
 
-def encode_graph(module: GraphModule) -> dict[str, Any]:
+def encode_graph(module: GraphModule, symbols: Sequence[Any] = ()) -> dict[str, Any]:
     """Describe a graph.
 
     Args:
         module: as captured, with the layouts of its values.
+        symbols: of its open sizes.
 
     Raises:
         CannotDescribe: it holds what no file of ours can.
     """
     number = {node: place for place, node in enumerate(module.graph.nodes)}
-    writer = _Writer(number)
+    writer = _Writer(number, symbols)
     nodes = [writer.row(node) for node in module.graph.nodes]
     names = dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
     constants = {name: _constant(name, getattr(module, name, None)) for name in names}
@@ -60,12 +72,12 @@ def encode_graph(module: GraphModule) -> dict[str, Any]:
 
 
 class _Writer:
-    def __init__(self, number: dict[Node, int]) -> None:
-        self._number = number
+    def __init__(self, number: dict[Node, int], symbols: Sequence[Any]) -> None:
+        self._number, self._symbols = number, symbols
         self._known: dict[str, int] = {}
         self._storage: dict[int, int] = {}
         self.layouts: list[list[Any]] = []
-        self.storages: list[int] = []
+        self.storages: list[Any] = []
 
     def row(self, node: Node) -> list[Any]:
         """Describe a node: op, name, target, arguments, layouts, module, marks."""
@@ -99,23 +111,39 @@ class _Writer:
             return None
         if isinstance(value, list | tuple):
             return [self._value(item) for item in value]
-        if not isinstance(value, torch.Tensor) or not fake_mode.is_plain_fake(value) or value.is_neg() or value.is_conj():
+        if isinstance(value, torch.SymInt | int):
+            return {"truth" if isinstance(value, bool) else "size": self._size(value)}
+        if isinstance(value, torch.SymBool):
+            return {"truth": self._size(value)}
+        is_plain = isinstance(value, torch.Tensor) and fake_mode.is_plain_fake(value, may_be_open=True)
+        if not is_plain or value.is_neg() or value.is_conj():
             raise CannotDescribe(f"a value that is a {type(value).__name__}")
         key = tensor_memory.storage_key(value)
         if key not in self._storage:
             self._storage[key] = len(self.storages)
-            self.storages.append(value.untyped_storage().nbytes())
-        where = [self._storage[key], value.storage_offset(), list(value.shape), list(value.stride())]
+            self.storages.append(self._size(value.untyped_storage().nbytes()))
+        offset, shape, stride = value.storage_offset(), value.shape, value.stride()
+        where = [self._storage[key], self._size(offset), list(map(self._size, shape)), list(map(self._size, stride))]
         row = [*where, str(value.dtype).removeprefix("torch."), value.device.type]
         if str(row) not in self._known:
             self._known[str(row)] = len(self.layouts)
             self.layouts.append(row)
         return self._known[str(row)]
 
+    def _size(self, size: Any) -> Any:
+        try:
+            return symbolic_sizes.plain(symbolic_sizes.expression_of(size), self._symbols)
+        except ValueError as error:
+            raise CannotDescribe(str(error)) from error
+
 
 def _target_name(target: Any) -> str:
     if target is operator.getitem:
         return "getitem"
+    if symbolic_sizes.is_computing(target):
+        return _SIZE
+    if target in _OF_SIZES.values():
+        return next(name for name, one in _OF_SIZES.items() if one is target)
     if not isinstance(target, torch._ops.OpOverload):
         raise CannotDescribe(f"an op that is a {getattr(target, '__name__', type(target).__name__)}")
     name = str(target)
@@ -135,12 +163,13 @@ def _constant(name: str, value: Any) -> dict[str, Any]:
 # -- and back ----------------------------------------------------------------------------------------------------------------
 
 
-def decode_graph(data: dict[str, Any], device: torch.device) -> GraphModule:
+def decode_graph(data: dict[str, Any], device: torch.device, sizes: OpenSizes | None = None) -> GraphModule:
     """Make a graph from its description.
 
     Args:
         data: from :func:`encode_graph`, or from whoever wrote the file.
         device: of the model.
+        sizes: its open ones; None: it has none.
 
     Raises:
         CannotDescribe: it names an op or a dtype that torch does not have.
@@ -151,14 +180,16 @@ def decode_graph(data: dict[str, Any], device: torch.device) -> GraphModule:
         if hasattr(root, _plain_name(name)):
             raise CannotDescribe(f"a constant named {name!r:.60}")
         root.register_buffer(name, _tensor(row, device))
-    values = fake_mode.laid_out(data["layouts"], data["storages"], device, _dtype)
+    values = fake_mode.laid_out(data["layouts"], data["storages"], device, _dtype, sizes)
     reader = _Reader(device)
     graph = Graph()
     made: list[Node] = []
     targets: dict[str, Callable[..., Any]] = {}
     for op, name, target, given, named, value, path, marks in data["nodes"]:
-        if op == "call_function":
-            called: Any = targets[target] if target in targets else targets.setdefault(target, _op_of(target))
+        if op == "call_function" and target == _SIZE:
+            called: Any = _computing(value, [made[one["node"]] for one in given], sizes)
+        elif op == "call_function":
+            called = targets[target] if target in targets else targets.setdefault(target, _op_of(target))
         elif op in ("placeholder", "get_attr", "output"):
             called = _plain_name(target)
             if op == "placeholder" and (given or named):
@@ -169,7 +200,7 @@ def decode_graph(data: dict[str, Any], device: torch.device) -> GraphModule:
         options = {_plain_name(key): reader.read(one, made) for key, one in named.items()}
         node = graph.create_node(op, called, arguments, options, _plain_name(name))
         if value is not None:
-            node.meta["val"] = _valued(value, values)
+            node.meta["val"] = _valued(value, values, sizes)
         if path:
             node.meta["nn_module_stack"] = {path: (path, "")}
         node.meta.update({key: marks[key] for key in _MARKS if key in marks})
@@ -216,8 +247,28 @@ def on_device(kind: str, device: torch.device) -> torch.device:
     return device if kind == device.type else torch.device("cpu")
 
 
-def _valued(value: Any, values: list[torch.Tensor]) -> Any:
-    return tuple(None if item is None else _valued(item, values) for item in value) if isinstance(value, list) else values[value]
+def _valued(value: Any, values: list[torch.Tensor], sizes: OpenSizes | None) -> Any:
+    if isinstance(value, list):
+        return tuple(None if item is None else _valued(item, values, sizes) for item in value)
+    if not isinstance(value, dict):
+        return values[value]
+    ((kind, data),) = value.items()
+    return _open(sizes).truth(data) if kind == "truth" else _open(sizes).size({"size": data}[kind])
+
+
+def _computing(value: Any, given: list[Node], sizes: OpenSizes | None) -> Callable[..., Any]:
+    """Return the function that computes a size from others."""
+    symbols = [symbolic_sizes.symbol_of(node.meta["val"]) for node in given]
+    expression = _open(sizes).expression(value["size"])
+    if None in symbols or not symbolic_sizes.symbols_in(expression) <= set(symbols):
+        raise CannotDescribe("a size that is computed from something else than sizes")
+    return symbolic_sizes.computing(expression, symbols)
+
+
+def _open(sizes: OpenSizes | None) -> OpenSizes:
+    if sizes is None:
+        raise CannotDescribe("an open size in a graph of one size")
+    return sizes
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -235,6 +286,8 @@ def _op_of(name: str) -> Callable[..., Any]:
     """
     if name == "getitem":
         return operator.getitem
+    if name in _OF_SIZES:
+        return _OF_SIZES[name]
     space, *rest = name.split(".")
     if space != "aten" or len(rest) != 2 or rest[0] in _FILES:
         raise CannotDescribe(f"the op {name!r:.80}, which is none of ATen's")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from fusion_advisor.fuse.direct.guard_nodes import OF_PAIRS, inside_of
 from fusion_advisor.fuse.start.described import CannotDescribe, described, layout, name_of
 from fusion_advisor.fuse.start.guard_tree import BY_KEY, Node, Tree, reached, step
+from fusion_advisor.fuse.start.size_conditions import condition_of
 
 _CONTAINS = re.compile(r"^(not )?___dict_contains\(('[^'\\]*'|\"[^\"\\]*\"|-?\d+), ")
 _LACKS = re.compile(r"^(not )?hasattr\(.*, '(\w+)'\)( == False)?$")
@@ -24,24 +27,29 @@ _LENGTHS = {"LENGTH_CHECK", "DICT_LENGTH"}
 _KEYS = {"MAPPING_KEYS_MATCH", "DICT_VERSION"}
 _REGISTRY = "._CAN_RECORD_REGISTRY"
 """Of transformers, by class of model: a trace looks one class up, and which models another process has made is its own affair."""
-_OF_DYNAMO = {"DIMENSION_DYNAMIC_MARKING_GUARD"}
+_OF_DYNAMO = {"DIMENSION_DYNAMIC_MARKING_GUARD", "DYNAMIC_INDICES"}
 """About marks that dynamo alone reads."""
 OF_THE_PROCESS = {"LAMBDA_GUARD", "GLOBAL_STATE", "TORCH_FUNCTION_MODE_STACK", "DEFAULT_DEVICE"}
 """At the root: what is not of the model, and compared apart."""
 
 
-def recorded(root: Any, variables: Mapping[str, Any], space: dict[str, Any]) -> Tree:
+def recorded(
+    root: Any, variables: Mapping[str, Any], space: dict[str, Any], passed: Sequence[torch.Tensor] = (),
+    opened: Mapping[int, Any] | None = None,
+) -> Tree:  # fmt: skip
     """Read dynamo's tree of guards, which hold now.
 
     Args:
         root: of the tree.
         variables: of the frame.
         space: the function's globals.
+        passed: tensors of the call.
+        opened: by ``id`` of one of them, the dims whose sizes and whose strides are open.
 
     Raises:
         CannotDescribe: a guard or a value that means nothing in another process.
     """
-    tree = Tree()
+    tree, reader = Tree(), _Reader(opened or {})
     names = {type(guard).__name__ for guard in root.get_leaf_guards()}
     if not names <= OF_THE_PROCESS or len(_lambdas(root)) > 1:
         raise CannotDescribe(f"dynamo asks for {', '.join(sorted(names - OF_THE_PROCESS)) or 'more than its own state'}")
@@ -49,33 +57,48 @@ def recorded(root: Any, variables: Mapping[str, Any], space: dict[str, Any]) -> 
         kind, text = type(accessor).__name__, accessor.repr()
         frame = _FRAME.match(text)
         if frame and frame[1] in variables:
-            tree.variables[frame[1]] = _read(below, variables[frame[1]], frame[1])
+            tree.variables[frame[1]] = reader.read(below, variables[frame[1]], frame[1])
         elif kind == "GlobalsGuardAccessor":
-            _read_globals(tree, below, space)
+            _read_globals(tree, below, space, reader)
         else:
             raise CannotDescribe(f"dynamo reads the frame by {kind}")
     for guard in root.get_epilogue_lambda_guards():
         for text in guard.verbose_code_parts():
-            _read_pair(tree, text.partition("  #")[0].strip(), variables, space)
+            _read_condition(tree, text.partition("  #")[0].strip(), variables, space, passed)
     return tree
 
 
-def _read_pair(tree: Tree, text: str, variables: Mapping[str, Any], space: dict[str, Any]) -> None:
-    """Read that two ways lead to one object: ``L['self'].config is L['self'].inner.config``.
+def _read_condition(
+    tree: Tree, text: str, variables: Mapping[str, Any], space: dict[str, Any], passed: Sequence[torch.Tensor]
+) -> None:
+    """Read that two ways lead to one object, ``L['self'].config is L['self'].inner.config``, or what is asked of sizes.
 
     Raises:
         CannotDescribe: it says something else.
     """
     parsed = ast.parse(text, mode="eval").body
     if not isinstance(parsed, ast.Compare) or len(parsed.ops) != 1 or not isinstance(parsed.ops[0], ast.Is):
-        raise CannotDescribe(f"dynamo asks `{text:.80}`")
+        places = {id(tensor): place for place, tensor in reversed([*enumerate(passed)])}
+
+        def place_of(way: ast.expr) -> int:
+            value = _value_at(way, variables, space)
+            if id(value) not in places:
+                raise CannotDescribe(f"dynamo asks for sizes of `{ast.unparse(way):.80}`")
+            return places[id(value)]
+
+        tree.conditions.append(condition_of(parsed, place_of))
+        return
     group = tree.groups.setdefault(ast.unparse(parsed.left), len(tree.groups))
     for way in (parsed.left, parsed.comparators[0]):
         _read_way(tree, way, variables, space).group = group
 
 
-def _read_way(tree: Tree, way: ast.expr, variables: Mapping[str, Any], space: dict[str, Any]) -> Node:
-    """Return the node that a way leads to; what lies on it is added to the tree."""
+def _steps_on(way: ast.expr) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Return where a way begins, the name of what it begins at, and its steps.
+
+    Raises:
+        CannotDescribe: a step of another kind.
+    """
     steps: list[tuple[str, Any]] = []
     while not isinstance(way, ast.Name):
         if isinstance(way, ast.Attribute):
@@ -90,12 +113,30 @@ def _read_way(tree: Tree, way: ast.expr, variables: Mapping[str, Any], space: di
             raise CannotDescribe(f"dynamo asks for `{ast.unparse(way):.80}`")
         way = way.value
     (_, root), *rest = reversed(steps)
-    part, name, value = _root_of(way.id, root, variables, space)
+    return way.id, root, rest
+
+
+def _accessor(kind: str, key: Any, value: Any) -> tuple[str, str]:
+    """Return dynamo's accessor of a step from a value."""
+    by_item = BY_KEY[0] if isinstance(value, dict) else _BY_PLACE.get(type(value), "")
+    return (_BY_NAME, key) if kind == "attribute" else (by_item, repr(key))
+
+
+def _value_at(way: ast.expr, variables: Mapping[str, Any], space: dict[str, Any]) -> Any:
+    name, root, steps = _steps_on(way)
+    value = (variables if name == "L" else space)[root]
+    for kind, key in steps:
+        value = reached(*_accessor(kind, key, value), value)
+    return value
+
+
+def _read_way(tree: Tree, way: ast.expr, variables: Mapping[str, Any], space: dict[str, Any]) -> Node:
+    """Return the node that a way leads to; what lies on it is added to the tree."""
+    begin, root, steps = _steps_on(way)
+    part, name, value = _root_of(begin, root, variables, space)
     node = getattr(tree, part).setdefault(name, Node(name))
-    for kind, key in rest:
-        by_item = BY_KEY[0] if isinstance(value, dict) else _BY_PLACE.get(type(value), "")
-        accessor = _BY_NAME if kind == "attribute" else by_item
-        text = key if kind == "attribute" else repr(key)
+    for kind, key in steps:
+        accessor, text = _accessor(kind, key, value)
         value = reached(accessor, text, value)
         found = next((one for word, argument, one in node.below if (word, argument) == (accessor, text)), None)
         if found is None:
@@ -120,7 +161,7 @@ def _lambdas(node: Any) -> list[Any]:
     return [guard for guard in node.get_leaf_guards() if type(guard).__name__ == "LAMBDA_GUARD"]
 
 
-def _read_globals(tree: Tree, node: Any, space: dict[str, Any]) -> None:
+def _read_globals(tree: Tree, node: Any, space: dict[str, Any], reader: _Reader) -> None:
     if node.get_leaf_guards():
         raise CannotDescribe("dynamo asks for all globals of a module")
     for accessor, below in zip(node.get_accessors(), node.get_child_managers(), strict=True):
@@ -131,15 +172,15 @@ def _read_globals(tree: Tree, node: Any, space: dict[str, Any]) -> None:
         if name.startswith("__builtins_dict__"):
             for inner, one in zip(below.get_accessors(), below.get_child_managers(), strict=True):
                 key = _literal(inner)
-                tree.builtins[key] = _read(one, value[key], key)
+                tree.builtins[key] = reader.read(one, value[key], key)
         elif (module := _module_of(name, value)) is not None:
-            _join(tree.modules, module, _read(below, value, module))
+            _join(tree.modules, module, reader.read(below, value, module))
         elif name.startswith("___unnamed_scope") and str(value.get("__name__")).startswith("namedtuple_"):
             continue  # in which ``collections`` made a named tuple's ``__new__``
         elif name.startswith("___"):
             raise CannotDescribe(f"dynamo reads `{name}`, which it made")
         else:
-            tree.globals[name] = _read(below, value, name)
+            tree.globals[name] = reader.read(below, value, name)
 
 
 def _module_of(name: str, value: Any) -> str | None:
@@ -164,75 +205,85 @@ def _join(known: dict[str, Node], name: str, node: Node) -> None:
         known[name] = node
 
 
-def _read(node: Any, value: Any, title: str) -> Node:
-    """Read a node and all below it.
+class _Reader:
+    """Reads nodes of dynamo's tree.
 
     Args:
-        node: of dynamo's tree.
-        value: what it guards.
-        title: how it was reached.
+        opened: by ``id`` of a tensor, the dims whose sizes and whose strides are open.
     """
-    found = Node(title, tuple(type(guard).__name__ for guard in node.get_leaf_guards()))
-    for guard in node.get_leaf_guards():
-        found.facts += _facts(guard, value, title)
-    managers: Mapping[int, tuple[Any, Any]] = getattr(node, "get_key_value_managers", dict)()
-    if managers:
-        if not isinstance(value, dict):
-            raise CannotDescribe(f"items of `{title}` by place, a {name_of(type(value))}")
-        items = list(dict.items(value))
-        is_registry = title.endswith(_REGISTRY)
-        if not is_registry:
-            # Dynamo asks for class and length of a dict that was walked through in no guard of their own.
-            found.facts += [["class", "", name_of(type(value))], ["length", "", len(value)]]
-        for place, (key, item) in managers.items():
-            name = items[place][0]
-            if is_registry and type(name) is str:
-                if item is not None:
-                    below = _read(item, items[place][1], f"{title}[{name!r:.60}]")
-                    found.below.append((BY_KEY[0], repr(name), below))
-                continue
-            found.items[place] = (
-                None if key is None else _read(key, name, f"{title}'s key {place}"),
-                None if item is None else _read(item, items[place][1], f"{title}[{name!r:.60}]"),
-            )
-    for accessor, below in zip(node.get_accessors(), node.get_child_managers(), strict=True):
-        kind, text = type(accessor).__name__, accessor.repr()
-        text = inside_of(text) if "(" in text else ""
-        inner = _read(below, reached(kind, text, value), f"{title}{step(kind, text)}")
-        found.below.append((kind, text, inner))
-    return found
 
+    def __init__(self, opened: Mapping[int, Any]) -> None:
+        self._opened = opened
 
-def _facts(guard: Any, value: Any, title: str) -> list[list[Any]]:
-    """Return what a guard asks, and the answer.
+    def read(self, node: Any, value: Any, title: str) -> Node:
+        """Read a node and all below it.
 
-    Raises:
-        CannotDescribe: it is not known what it asks.
-    """
-    name = type(guard).__name__
-    if name in _OF_DYNAMO or name in OF_PAIRS:
-        return []  # identities are compared for all tensors at once
-    if name == "TYPE_MATCH":
-        return [["class", "", name_of(type(value))]]
-    if name in _WHOLE:
-        try:
-            return [["is", "", described(value)]]
-        except CannotDescribe as error:
-            raise CannotDescribe(f"`{title}`, {error}") from error
-    if name == "TENSOR_MATCH":
-        return [["tensor", "", layout(value)]]
-    if name == "NOT_NONE":
-        return [["is not", "", None]]
-    if name in _LENGTHS:
-        return [["length", "", len(value)]]
-    if name in _KEYS:
-        return [["keys", "", described(list(value))]]
-    text = guard.verbose_code_parts()[0].partition("  #")[0].strip() if guard.verbose_code_parts() else ""
-    if name == "DICT_CONTAINS" and (found := _CONTAINS.match(text)):
-        return [["contains", ast.literal_eval(found[2]), not found[1]]]
-    if name == "NO_HASATTR" and (found := _LACKS.match(text)):
-        return [] if found[2].startswith("_dynamo_") else [["has", found[2], not (found[1] or found[3])]]
-    raise CannotDescribe(f"dynamo's guard {name} of `{title}`")
+        Args:
+            node: of dynamo's tree.
+            value: what it guards.
+            title: how it was reached.
+        """
+        found = Node(title, tuple(type(guard).__name__ for guard in node.get_leaf_guards()))
+        for guard in node.get_leaf_guards():
+            found.facts += self._facts(guard, value, title)
+        managers: Mapping[int, tuple[Any, Any]] = getattr(node, "get_key_value_managers", dict)()
+        if managers:
+            if not isinstance(value, dict):
+                raise CannotDescribe(f"items of `{title}` by place, a {name_of(type(value))}")
+            items = list(dict.items(value))
+            is_registry = title.endswith(_REGISTRY)
+            if not is_registry:
+                # Dynamo asks for class and length of a dict that was walked through in no guard of their own.
+                found.facts += [["class", "", name_of(type(value))], ["length", "", len(value)]]
+            for place, (key, item) in managers.items():
+                name = items[place][0]
+                if is_registry and type(name) is str:
+                    if item is not None:
+                        below = self.read(item, items[place][1], f"{title}[{name!r:.60}]")
+                        found.below.append((BY_KEY[0], repr(name), below))
+                    continue
+                found.items[place] = (
+                    None if key is None else self.read(key, name, f"{title}'s key {place}"),
+                    None if item is None else self.read(item, items[place][1], f"{title}[{name!r:.60}]"),
+                )
+        for accessor, below in zip(node.get_accessors(), node.get_child_managers(), strict=True):
+            kind, text = type(accessor).__name__, accessor.repr()
+            text = inside_of(text) if "(" in text else ""
+            inner = self.read(below, reached(kind, text, value), f"{title}{step(kind, text)}")
+            found.below.append((kind, text, inner))
+        return found
+
+    def _facts(self, guard: Any, value: Any, title: str) -> list[list[Any]]:
+        """Return what a guard asks, and the answer.
+
+        Raises:
+            CannotDescribe: it is not known what it asks.
+        """
+        name = type(guard).__name__
+        if name in _OF_DYNAMO or name in OF_PAIRS:
+            return []  # identities are compared for all tensors at once
+        if name == "TYPE_MATCH":
+            return [["class", "", name_of(type(value))]]
+        if name in _WHOLE:
+            try:
+                return [["is", "", described(value)]]
+            except CannotDescribe as error:
+                raise CannotDescribe(f"`{title}`, {error}") from error
+        if name == "TENSOR_MATCH":
+            open_at = self._opened.get(id(value), "")
+            return [["tensor", open_at, layout(value, open_at)]]
+        if name == "NOT_NONE":
+            return [["is not", "", None]]
+        if name in _LENGTHS:
+            return [["length", "", len(value)]]
+        if name in _KEYS:
+            return [["keys", "", described(list(value))]]
+        text = guard.verbose_code_parts()[0].partition("  #")[0].strip() if guard.verbose_code_parts() else ""
+        if name == "DICT_CONTAINS" and (found := _CONTAINS.match(text)):
+            return [["contains", ast.literal_eval(found[2]), not found[1]]]
+        if name == "NO_HASATTR" and (found := _LACKS.match(text)):
+            return [] if found[2].startswith("_dynamo_") else [["has", found[2], not (found[1] or found[3])]]
+        raise CannotDescribe(f"dynamo's guard {name} of `{title}`")
 
 
 def _literal(accessor: Any) -> Any:

@@ -123,6 +123,7 @@ class Tree:
         modules: Python modules, by name.
         builtins: by name.
         groups: numbers of groups of one object, by how dynamo writes the first way to it.
+        conditions: on sizes and strides of the call's tensors; see :mod:`fusion_advisor.fuse.start.size_conditions`.
     """
 
     variables: dict[str, Node] = field(default_factory=dict)
@@ -130,6 +131,7 @@ class Tree:
     modules: dict[str, Node] = field(default_factory=dict)
     builtins: dict[str, Node] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
+    conditions: list[Any] = field(default_factory=list)
 
     def frame_nodes(self) -> list[Node]:
         """Return the roots of the frame: its variables, and its globals as one node."""
@@ -171,7 +173,7 @@ def _literal(text: str) -> Any:
 _ANSWERS: dict[str, Callable[[Any, Any], Any]] = {
     "class": lambda value, _: name_of(type(value)),
     "is": lambda value, _: described(value),
-    "tensor": lambda value, _: layout(value) if isinstance(value, torch.Tensor) else "no tensor",
+    "tensor": lambda value, open_at: layout(value, open_at) if isinstance(value, torch.Tensor) else "no tensor",
     "is not": lambda value, _: None if value is not None else "None",
     "length": lambda value, _: len(value),
     "keys": lambda value, _: described(list(value)),

@@ -6,13 +6,15 @@ output are used for ours, and the graph's results are compared with theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fusion_advisor.capture.graph.side_effects import written_by
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Route, Run, refuse_own_ops
+from fusion_advisor.capture.sizes.open_capture import Sizes
 from fusion_advisor.export.copied import model_facts
 from fusion_advisor.fuse.direct.code_guard import WatchedCode
 from fusion_advisor.fuse.direct.direct_call import frame_of
@@ -21,11 +23,13 @@ from fusion_advisor.fuse.start.code_facts import attributes, find
 from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import decode_graph
 from fusion_advisor.fuse.start.guard_tree import Differs, pattern
+from fusion_advisor.fuse.start.open_call import Source, sizes_from
 from fusion_advisor.fuse.start.outputs import Make, form_of, furthest, maker, without_places
 from fusion_advisor.fuse.start.record import has_hooks, versions
 from fusion_advisor.fuse.start.tree_text import decode_tree
 from fusion_advisor.fuse.start.untraced_call import Traced, UntracedCall, tensor_of
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, module_call
+from fusion_advisor.runtime.torch_internals.symbolic_sizes import OpenSizes
 from fusion_advisor.workload.load import LoadedWorkload
 
 
@@ -56,7 +60,7 @@ class Started:
             raise Differs(f"the stored graph computes something else: {problem}")
 
 
-def start_again(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
+def start_again(loaded: LoadedWorkload, start: Mapping[str, Any]) -> Started:
     """Make a capture from a file.
 
     Args:
@@ -68,9 +72,22 @@ def start_again(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
         CannotCapture: the model is one that no capture takes.
     """
     refuse_own_ops(loaded.model, loaded.args, loaded.kwargs, loaded.record.model_id)
+    with differences_told():
+        _compare_surroundings(loaded.model, start)
+        live, expected, _ = call_again(loaded.model, loaded.args, loaded.kwargs, start, loaded.record.model_id)
+        return Started(live, expected)
+
+
+@contextlib.contextmanager
+def differences_told() -> Iterator[None]:
+    """Turn whatever a file that is none of ours leads to into a difference.
+
+    Raises:
+        Differs: with what was wrong.
+    """
     try:
         with torch.no_grad():
-            return _started(loaded, start)
+            yield
     except CannotDescribe as error:
         raise Differs(str(error)) from error
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, OverflowError) as error:
@@ -78,52 +95,77 @@ def start_again(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
         raise Differs(f"start.json.gz does not fit this model ({type(error).__name__}: {error})"[:200]) from error
 
 
-def _started(loaded: LoadedWorkload, start: dict[str, Any]) -> Started:
-    model, args, kwargs = loaded.model, loaded.args, loaded.kwargs
-    _compare_surroundings(model, start)
+def call_again(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], row: Mapping[str, Any], model_id: str,
+    sizes: Sizes | None = None,
+) -> tuple[LiveCapture, dict[int, torch.Tensor], OpenSizes | None]:  # fmt: skip
+    """Make the capture of one call; whoever calls this has compared the model, and tells differences as :func:`start_again` does.
+
+    Args:
+        model: as it was traced.
+        args: of a call like the traced one.
+        kwargs: likewise.
+        row: what is stored of the call.
+        model_id: for errors.
+        sizes: of its open dims.
+
+    Returns:
+        The capture, the tensors that its results must be, and its open sizes.
+
+    Raises:
+        Differs: the code or the call is another one.
+    """
     given = given_by(args, kwargs)
-    _compare_call(given, start)
+    _compare_call(given, row)
     outputs: list[Any] = []
     original = module_call.original_call(model)
 
     def call() -> None:
         outputs[:] = [original(*args, **kwargs)]
 
-    written = written_by(call, model, args, kwargs, model_id=loaded.record.model_id)
+    written = written_by(call, model, args, kwargs, model_id=model_id)
     if written.attributes or written.modules or written.contents or written.made:
         raise Differs("the call sets attributes of the model or of what it is given")
-    code = find(start["code"])
-    _compare_attributes(start["attributes"], attributes(WatchedCode(model, code)))
+    code = find(row["code"])
+    _compare_attributes(row["attributes"], attributes(WatchedCode(model, code)))
     frame = frame_of(model)
     if frame is None:
         raise Differs("its forward is another one than its class's, or a call runs hooks")
-    passed = [*given.leaves.values(), *given.inside.values()]
-    sources = [one if isinstance(one, int) else str(one) for one in start["sources"]]
-    inputs = tuple(passed[one] if isinstance(one, int) else tensor_of(model, one) for one in sources)
-    device = next((one.device for one in inputs if one.device.type != "cpu"), torch.device("cpu"))
-    graph = decode_graph(start["graph"], device)
-    _compare_inputs(graph, inputs)
-    make, expected = _output(start["output"], outputs[0], inputs, given)
+    known = sizes_from(row["open"], sizes or {}, given.tensors)
+    sources = [one if isinstance(one, int | list) else str(one) for one in row["sources"]]
+    inputs = tuple(_input(one, given.tensors, model) for one in sources)
+    device = next((one.device for one in inputs if isinstance(one, torch.Tensor) and one.device.type != "cpu"), _CPU)
+    graph = decode_graph(row["graph"], device, known)
+    _compare_inputs(graph, inputs, known)
+    make, expected = _output(row["output"], outputs[0], inputs, given)
     route = Route(graph.forward)
     region = Region(
-        index=0, graph=graph, original=graph, names=tuple(map(str, start["names"])), roles=tuple(map(str, start["roles"])),
-        example_args=inputs, route=route, code=tuple(code), digests=tuple(map(str, start["digests"])),
+        index=0, graph=graph, original=graph, names=tuple(map(str, row["names"])), roles=tuple(map(str, row["roles"])),
+        example_args=inputs, route=route, code=tuple(code), digests=tuple(map(str, row["digests"])),
     )  # fmt: skip
     if not len(inputs) == len(region.names) == len(region.roles):
         raise Differs("start.json.gz has another number of inputs than its graph")
     traced = Traced(
-        frame=frame, tree=decode_tree(start["tree"]), pattern=start["pattern"], sources=sources,
-        leaves=tuple(start["leaves"][1:]), inside=tuple(given.inside), sharing=start["inside"][1], make=make,
+        frame=frame, tree=decode_tree(row["tree"]), pattern=row["pattern"], sources=sources, leaves=tuple(row["leaves"][1:]),
+        inside=tuple(given.inside), sharing=row["inside"][1], make=make,
     )  # fmt: skip
     untraced = UntracedCall(model, traced, route)
     untraced.read(args, kwargs)
-    live = LiveCapture(
-        regions=[region], output=outputs[0], written=written, runs=[Run(0, inputs)], untraced=untraced
-    )  # fmt: skip
-    return Started(live, expected)
+    runs = [Run(0, inputs)]
+    return LiveCapture(regions=[region], output=outputs[0], written=written, runs=runs, untraced=untraced), expected, known
 
 
-def _compare_surroundings(model: torch.nn.Module, start: dict[str, Any]) -> None:
+_CPU = torch.device("cpu")
+
+
+def _input(source: Source, tensors: Sequence[torch.Tensor], model: torch.nn.Module) -> Any:
+    if isinstance(source, list):
+        place, dim = source
+        return tensors[place].shape[dim]
+    return tensors[source] if isinstance(source, int) else tensor_of(model, source)
+
+
+def _compare_surroundings(model: torch.nn.Module, start: Mapping[str, Any]) -> None:
     """Compare versions, torch's state and the facts of a model."""
     for name, version in versions().items():
         if start["versions"].get(name) != version:
@@ -142,12 +184,12 @@ def _compare_surroundings(model: torch.nn.Module, start: dict[str, Any]) -> None
         raise Differs("a hook is registered on a module")
 
 
-def _compare_call(given: Given, start: dict[str, Any]) -> None:
+def _compare_call(given: Given, row: Mapping[str, Any]) -> None:
     """Compare which tensors and objects a call passes; what they hold is compared with what was read of them."""
     leaves = list(given.leaves.values())
-    if start["leaves"] != [list(given.leaves), pattern(leaves), [one.requires_grad for one in leaves]]:
+    if row["leaves"] != [list(given.leaves), pattern(leaves), [one.requires_grad for one in leaves]]:
         raise Differs("the call passes other tensors, in another order, or such that ask for gradients")
-    if start["inside"] != [list(given.inside), sharing([*leaves, *given.inside.values()]), list(given.objects)]:
+    if row["inside"] != [list(given.inside), sharing(given.tensors), list(given.objects)]:
         raise Differs("the call passes other objects, or such that hold other tensors")
 
 
@@ -157,43 +199,56 @@ def _compare_attributes(before: dict[str, Any], now: dict[str, Any]) -> None:
             raise Differs(f"the code of `{name}` is another one")
 
 
-def _compare_inputs(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
-    """Compare the tensors that the graph will get with those that it was made for."""
+def _compare_inputs(graph: torch.fx.GraphModule, inputs: Sequence[Any], known: OpenSizes | None) -> None:
+    """Compare the tensors and sizes that the graph will get with those that it was made for."""
+
+    def now(sizes: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(sizes) if known is None else tuple(map(known.number_of, sizes))
+
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, value in zip(places, inputs, strict=True):
         expected = node.meta["val"]
-        now = (value.shape, value.stride(), value.dtype, value.device)
-        if now != (expected.shape, expected.stride(), expected.dtype, expected.device):
+        if not isinstance(expected, torch.Tensor) or not isinstance(value, torch.Tensor):
+            if now([expected]) != (value,):
+                raise Differs(f"the graph's input `{node.name}` is not what it was")
+            continue
+        found = (tuple(value.shape), value.stride(), value.dtype, value.device)
+        if found != (now(expected.shape), now(expected.stride()), expected.dtype, expected.device):
             shown = f"{value.dtype}{list(value.shape)} on {value.device}, and was {expected.dtype}{list(expected.shape)}"
             raise Differs(f"the graph's input `{node.name}` is {shown} on {expected.device}")
 
 
-def _output(form: Any, output: Any, inputs: Sequence[torch.Tensor], given: Given) -> tuple[Make, dict[int, torch.Tensor]]:
+def _output(form: Any, output: Any, inputs: Sequence[Any], given: Given) -> tuple[Make, dict[int, torch.Tensor]]:
     """Compare an output with the form of the traced one; return what makes it, and its tensors by result."""
-    place = {id(value): number for number, value in enumerate(inputs)}
+    place = {id(value): number for number, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
     objects = {id(value): name for name, value in given.objects.items()}
     now = form_of(output, lambda one: {"input": place[id(one)]} if id(one) in place else {"result": None}, objects)
     if now != without_places(form):
         raise Differs("its output has another form")
-    return maker(form, output), dict(_results(form, output))
+    return maker(form, output), dict(results_in(form, output))
 
 
-def _results(form: Any, output: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the number of each result with the tensor that the model's own ops made."""
+def results_in(form: Any, output: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the number of each result of a graph with the tensor of an output that stands for it.
+
+    Args:
+        form: of outputs.
+        output: of that form.
+    """
     if not isinstance(form, dict):
         return
     if "result" in form:
         yield form["result"], output
     elif "fields" in form:
         for name, item in form["fields"]:
-            yield from _results(item, getattr(output, name))
+            yield from results_in(item, getattr(output, name))
     elif "holds" in form:
         for name, item in form["holds"]:
-            yield from _results(item, vars(output)[name])
+            yield from results_in(item, vars(output)[name])
     elif "dict" in form:
         for key, item in form["dict"]:
-            yield from _results(item, output[key])
+            yield from results_in(item, output[key])
     else:
         for word in ("list", "tuple"):
             for item, part in zip(form.get(word, ()), output if word in form else (), strict=True):
-                yield from _results(item, part)
+                yield from results_in(item, part)

@@ -56,6 +56,24 @@ def form_of(value: Any, place: Callable[[torch.Tensor], Any], objects: Mapping[i
     return {"class": name_of(type(value)), "holds": holds}
 
 
+def holds_number(form: Any) -> bool:
+    """Whether an output holds a whole number or a float: where sizes are open, it may be another one at other sizes.
+
+    Args:
+        form: from :func:`form_of`; places of tensors in it are no numbers of the output's.
+    """
+    if isinstance(form, int):
+        return not isinstance(form, bool)
+    if isinstance(form, list):
+        return any(map(holds_number, form))
+    if not isinstance(form, dict) or form.keys() & {"result", "input"}:
+        return False
+    if "float" in form:
+        return True
+    pairs = next((form[word] for word in ("dict", "fields", "holds") if word in form), None)
+    return holds_number([item for _, item in pairs]) if pairs is not None else any(map(holds_number, form.values()))
+
+
 _DEEPEST = 8
 """An object that holds itself ends there."""
 

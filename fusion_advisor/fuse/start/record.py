@@ -1,4 +1,14 @@
-"""Records what a saved plan needs to start without a trace: the captured graph, and everything that the trace had read.
+"""Records what a saved plan needs to start without a trace: the captured graphs, and everything that the traces had read.
+
+Once for a run: versions, torch's global state, facts of the model (classes, sources, configuration, layouts). Once for each call
+that was captured, which is the example call, and in a plan of ranges one call of each piece: the guards as a tree; the code that
+was traced, by name and digest; the graph; which tensors of the call, of the model, or which sizes its inputs are; the form of the
+output. A piece says beside these which sizes are open, what its graph takes for granted of them, and where the piece begins and
+ends. Its layouts and guards are expressions of sizes as nested lists.
+
+Compared when it is loaded: all of this with the model and a call of the same sizes; the pieces' ends with those that the guards
+give; the results with those of the model's own ops, a piece's at two sizes. Compared at each call: code, guards, tensors, and for
+each new shape what dynamo had asked of sizes. Figures: ``docs/measurements/start_up.md``.
 
 What cannot be written down is no error. The plan then is put in place as before, by tracing the model, and says why.
 """
@@ -10,7 +20,7 @@ import gzip
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +29,7 @@ import torch.distributed as dist
 
 from fusion_advisor.capture.graph.fx_nodes import code_digests
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
+from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.errors import UnreadableReport
 from fusion_advisor.export.copied import model_facts
 from fusion_advisor.fuse.direct.code_guard import WatchedCode
@@ -29,24 +40,27 @@ from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import encode_graph
 from fusion_advisor.fuse.start.guard_record import recorded
 from fusion_advisor.fuse.start.guard_tree import Differs, Seen, Tree, check, pattern, roots
-from fusion_advisor.fuse.start.outputs import form_of
+from fusion_advisor.fuse.start.open_call import DescribedSizes, Source, described_sizes
+from fusion_advisor.fuse.start.outputs import form_of, holds_number
 from fusion_advisor.fuse.start.tree_text import encode_tree
+from fusion_advisor.records import SizeRange
 from fusion_advisor.records.serialize import read_document, write_atomic
 from fusion_advisor.runtime.output_hooks import collectors_of
 from fusion_advisor.runtime.torch_internals import compiled_code, module_call
 from fusion_advisor.workload.load import LoadedWorkload
 
 NAME = "start.json.gz"
-SCHEMA = "fusion-advisor-start/1"
+SCHEMA = "fusion-advisor-start/2"
 
 
-def write_start(loaded: LoadedWorkload, live: LiveCapture, folder: Path) -> str:
+def write_start(loaded: LoadedWorkload, live: LiveCapture, folder: Path, *, pieces: Sequence[Mapping[str, Any]] = ()) -> str:
     """Write what a start without a trace needs, beside a run's capture.
 
     Args:
         loaded: the model, and the call that was captured.
         live: the capture of it.
         folder: of the run; its ``capture.json.gz`` is there.
+        pieces: of ranges that the run serves, from :func:`piece_of`.
 
     Returns:
         Why there is no such file; empty where it was written.
@@ -58,6 +72,7 @@ def write_start(loaded: LoadedWorkload, live: LiveCapture, folder: Path) -> str:
             start = start_of(loaded, live)
     except (CannotDescribe, Differs) as error:
         return str(error)
+    start["pieces"] = list(pieces)
     start["capture"] = digest_of(folder)
     text = json.dumps(start, separators=(",", ":"), allow_nan=False)
     write_atomic(path, gzip.compress(text.encode(), 6, mtime=0))
@@ -104,10 +119,46 @@ def start_of(loaded: LoadedWorkload, live: LiveCapture) -> dict[str, Any]:
         CannotDescribe: something that the trace had read, or made, means nothing in another process.
         Differs: the model is no longer as it was traced.
     """
+    return {
+        "schema": SCHEMA,
+        "versions": versions(),
+        "state": compiled_code.global_state(),
+        "facts": model_facts.facts(loaded.model),
+        **_call_of(loaded.model, loaded.args, loaded.kwargs, live),
+    }
+
+
+def piece_of(model: torch.nn.Module, opened: OpenCapture, name: str, box: Sequence[SizeRange]) -> dict[str, Any]:
+    """Return what a piece of a range needs to start without a trace, as plain data, or why it is traced.
+
+    Args:
+        model: as it was traced.
+        opened: the piece's capture; what dynamo compiled for it still is there.
+        name: of the call that it is a piece of.
+        box: its sizes.
+    """
+    ranges = {one.name: [one.least, one.most] for one in box}
+    found: dict[str, Any] = {"name": name, "sizes": dict(opened.sizes), "ranges": ranges}
+    args, kwargs = opened.call
+    try:
+        with torch.no_grad():
+            return found | _call_of(model, args, kwargs, opened.live, opened)
+    except (CannotDescribe, Differs) as error:
+        return found | {"why": str(error)}
+
+
+def _call_of(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: LiveCapture, opened: OpenCapture | None = None
+) -> dict[str, Any]:
+    """Describe one captured call.
+
+    Raises:
+        CannotDescribe: something that the trace had read, or made, means nothing in another process.
+        Differs: the model is no longer as it was traced.
+    """
     if dist.is_available() and dist.is_initialized():
         raise CannotDescribe("the step is one of several ranks'")
     region = _only_region(live)
-    model, args, kwargs = loaded.model, loaded.args, loaded.kwargs
     if region.effects:
         raise CannotDescribe(f"the call changes {region.effects[0]} of Python's")
     if has_hooks(model):
@@ -118,30 +169,30 @@ def start_of(loaded: LoadedWorkload, live: LiveCapture) -> dict[str, Any]:
     found = [one for one in compiled_code.compiled_codes(frame.function) if one.graph is region.route]
     if len(found) != 1:
         raise CannotDescribe("dynamo keeps no code of the capture")
-    variables = frame.variables(args, kwargs)
+    variables, space = frame.variables(args, kwargs), frame.function.__globals__
     if not found[0].root.check(variables):
         raise CannotDescribe("the model is not as it was when it was traced")
-    tree = recorded(found[0].root, variables, frame.function.__globals__)
     given = given_by(args, kwargs)
+    if opened is not None and given.objects:
+        raise CannotDescribe("the call passes objects, whose numbers are not compared in a range")
+    sizes = described_sizes(opened, given)
+    tree = recorded(found[0].root, variables, space, given.tensors, sizes.open_at)
     leaves = list(given.leaves.values())
     places = places_of(region.code, model)
     return {
-        "schema": SCHEMA,
-        "versions": versions(),
-        "state": compiled_code.global_state(),
-        "facts": model_facts.facts(model),
         "tree": encode_tree(tree),
-        "pattern": _pattern(tree, variables, frame.function.__globals__),
+        "pattern": _pattern(tree, variables, space),
         "code": places,
         "attributes": attributes(WatchedCode(model, find(places))),
-        "graph": encode_graph(region.graph),
+        "graph": encode_graph(region.graph, sizes.symbols),
+        "open": sizes.data,
         "digests": list(region.digests or code_digests(region.original)),
         "names": list(region.names),
         "roles": list(region.roles),
-        "sources": _sources(region, given),
+        "sources": _sources(region, given, sizes),
         "leaves": [list(given.leaves), pattern(leaves), [one.requires_grad for one in leaves]],
-        "inside": [list(given.inside), sharing([*leaves, *given.inside.values()]), list(given.objects)],
-        "output": _output(live, region, given),
+        "inside": [list(given.inside), sharing(given.tensors), list(given.objects)],
+        "output": _output(live, region, given, has_open_sizes=opened is not None),
     }
 
 
@@ -163,13 +214,16 @@ def has_hooks(model: torch.nn.Module) -> bool:
     return collectors_of(hook for table in module_call.hook_tables(model) for hook in table.values()) is None
 
 
-def _sources(region: Region, given: Given) -> list[int | str]:
-    """Return for each input of the graph which of the call's tensors it is, or the name of the model's tensor."""
-    place = {id(one): number for number, one in reversed([*enumerate((*given.leaves.values(), *given.inside.values()))])}
-    found: list[int | str] = []
-    for name, role, value in zip(region.names, region.roles, region.example_args, strict=True):
+def _sources(region: Region, given: Given, sizes: DescribedSizes) -> list[Source]:
+    """Return for each input of the graph which of the call's tensors it is, whose size, or the name of the model's tensor."""
+    place = {id(one): number for number, one in reversed([*enumerate(given.tensors)])}
+    inputs = [node.meta.get("val") for node in region.graph.graph.nodes if node.op == "placeholder"]
+    found: list[Source] = []
+    for name, role, value, known in zip(region.names, region.roles, region.example_args, inputs, strict=True):
         if role != "input":
             found.append(name)
+        elif isinstance(known, torch.SymInt):
+            found.append(sizes.place_of(known))
         elif id(value) in place:
             found.append(place[id(value)])
         else:
@@ -185,7 +239,7 @@ def _pattern(tree: Tree, variables: Mapping[str, Any], space: dict[str, Any]) ->
     return pattern(seen.tensors)
 
 
-def _output(live: LiveCapture, region: Region, passed: Given) -> Any:
+def _output(live: LiveCapture, region: Region, passed: Given, *, has_open_sizes: bool) -> Any:
     results = live.results if isinstance(live.results, tuple | list) else [live.results]
     made = {id(value): number for number, value in enumerate(results) if isinstance(value, torch.Tensor)}
     given = {id(value): number for number, value in enumerate(region.example_args)}
@@ -197,7 +251,12 @@ def _output(live: LiveCapture, region: Region, passed: Given) -> Any:
             raise CannotDescribe("a tensor of its output is made outside of the graph")
         return {"result": made[id(tensor)]}
 
-    return form_of(live.output, place, {id(value): name for name, value in passed.objects.items()})
+    if not all(value is None or isinstance(value, torch.Tensor) for value in results):
+        raise CannotDescribe("its output holds a number that the graph computes")
+    form = form_of(live.output, place, {id(value): name for name, value in passed.objects.items()})
+    if has_open_sizes and holds_number(form):
+        raise CannotDescribe("its output holds a number, which may follow from a size")
+    return form
 
 
 def versions() -> dict[str, str]:
@@ -216,7 +275,7 @@ def _own_digest() -> str:
     """Return a digest of what captures a model here."""
     root = Path(__file__).resolve().parent.parent.parent
     digest = hashlib.sha256()
-    for folder in ("capture/graph", "capture/loops", "fuse/start", "runtime/torch_internals"):
+    for folder in ("capture/graph", "capture/loops", "capture/sizes", "fuse/start", "runtime/torch_internals"):
         for path in sorted((root / folder).glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

@@ -17,7 +17,8 @@ def encode_tree(tree: Tree) -> dict[str, Any]:
     Args:
         tree: as recorded.
     """
-    return {part: {name: _row(node) for name, node in getattr(tree, part).items()} for part in _PARTS}
+    parts = {part: {name: _row(node) for name, node in getattr(tree, part).items()} for part in _PARTS}
+    return {**parts, "conditions": tree.conditions}
 
 
 def _row(node: Node) -> list[Any]:
@@ -36,7 +37,7 @@ def decode_tree(data: dict[str, Any]) -> Tree:
         LookupError, TypeError, ValueError: it is no such description.
     """
     variables, space, modules, builtins = ({str(name): _node(row) for name, row in data[part].items()} for part in _PARTS)
-    return Tree(variables=variables, globals=space, modules=modules, builtins=builtins)
+    return Tree(variables=variables, globals=space, modules=modules, builtins=builtins, conditions=list(data["conditions"]))
 
 
 def _node(row: list[Any]) -> Node:

@@ -21,8 +21,10 @@ from fusion_advisor.export.copied.call_objects import at
 from fusion_advisor.fuse.direct.direct_call import Frame, unchanged_of
 from fusion_advisor.fuse.start.call_tensors import arguments, sharing
 from fusion_advisor.fuse.start.guard_tree import Differs, Node, Seen, Tree, check, pattern, roots
+from fusion_advisor.fuse.start.open_call import Source
 from fusion_advisor.fuse.start.outputs import Make
-from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher
+from fusion_advisor.fuse.start.size_conditions import answer, places_in
+from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, dynamo
 from fusion_advisor.runtime.torch_internals.tensor_memory import Addresses
 
 
@@ -34,7 +36,8 @@ class Traced:
         frame: of the model's forward.
         tree: what was read.
         pattern: which of the tensors that were read are one.
-        sources: for each input of the graph the place of one of the call's tensors, or the name of one of the model's.
+        sources: for each input of the graph the place of one of the call's tensors, the name of one of the model's, or place and
+            dim of an open size.
         leaves: of the tensors that the call passes as such, which are one, and which ask for gradients.
         inside: paths of the tensors that objects of the call hold.
         sharing: which of all these share memory.
@@ -44,7 +47,7 @@ class Traced:
     frame: Frame
     tree: Tree
     pattern: list[int]
-    sources: list[int | str]
+    sources: list[Source]
     leaves: tuple[Any, ...]
     inside: tuple[str, ...]
     sharing: list[int]
@@ -74,8 +77,11 @@ class UntracedCall:
         self._began = compiled_code.global_state()
         self._state: Callable[[], bool] = _never
         self._tensors: list[torch.Tensor] = []
-        self._inputs: list[torch.Tensor | None] = []
+        self._inputs: list[Any] = []
         self._places: list[tuple[int, int]] = []
+        self._sizes: list[tuple[int, int, int]] = []
+        self._asked = sorted({place for one in traced.tree.conditions for place in places_in(one)})
+        self._fits: set[Any] = set()
         self._dtypes: list[torch.dtype] = []
         self._layouts: list[Any] = []
         self._addresses: Addresses | None = None
@@ -90,24 +96,31 @@ class UntracedCall:
             kwargs: likewise.
             leaves: all tensors that it passes, in the order of its signature.
             objects: what else it passes; see :class:`fusion_advisor.fuse.direct.direct_call.Shortcut`.
+
+        Raises:
+            Differs: the call is not as the traced one, and nobody makes such calls.
         """
         try:
             self._look(args, kwargs, leaves)
             inside = self._inside(args, kwargs, leaves, objects) if self._traced.inside else []
+            passed = [*leaves, *inside]
+            if self._traced.tree.conditions:
+                self._compare_sizes(passed)
         except Differs as difference:
             self.why = str(difference)
             self.traced_again += 1
-            assert self.otherwise is not None  # set before the call can be made
+            if self.otherwise is None:
+                raise
             return self.otherwise(args, kwargs, leaves, objects)
         self._runs += 1
         if self._runs == _WORTH_A_LOOK:
             self._tries = 0
-        passed, inputs = [*leaves, *inside], self._inputs.copy()
+        inputs = self._inputs.copy()
         for place, source in self._places:
             inputs[place] = passed[source]
-        return self._traced.make(
-            self.route(*inputs), cast("list[torch.Tensor]", inputs), arguments(args, kwargs) if self._traced.inside else kwargs
-        )
+        for place, source, dim in self._sizes:
+            inputs[place] = passed[source].shape[dim]
+        return self._traced.make(self.route(*inputs), inputs, arguments(args, kwargs) if self._traced.inside else kwargs)
 
     def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor]) -> None:
         """Compare all that decides whether the graph is this call's.
@@ -120,6 +133,9 @@ class UntracedCall:
             raise Differs("the call's tensors are the same in another way, or ask for gradients")
         if not compiled_code.is_stance_default() or dispatcher.is_function_mode_on():
             raise Differs("dynamo's stance or a mode of torch functions was set")
+        frame = self._traced.frame
+        if getattr(self._model.forward, "__func__", None) is not frame.function or not frame.is_same():
+            raise Differs("its forward was replaced")
         if self._is_unchanged is None or not self._is_unchanged():
             self.note(args, kwargs)
         if not self._state():
@@ -152,6 +168,26 @@ class UntracedCall:
             raise Differs("tensors of the call share memory in another way")
         note[self] = found
         return found
+
+    def _compare_sizes(self, passed: Sequence[torch.Tensor]) -> None:
+        """Compare what dynamo asked of sizes and strides, once for each shape.
+
+        Raises:
+            Differs: a condition does not hold.
+        """
+        layouts = tuple((passed[place].shape, passed[place].stride()) for place in self._asked)
+        if layouts in self._fits:
+            return
+        for condition in self._traced.tree.conditions:
+            try:
+                holds = answer(condition, passed)
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+                raise Differs("the call has tensors of other ranks than the traced one") from error
+            if not holds:
+                raise Differs(f"the trace was not for sizes like {[tuple(shape) for shape, _ in layouts]}")
+        if len(self._fits) >= _MOST_SHAPES:
+            self._fits.clear()
+        self._fits.add(layouts)
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what decides that everything that the trace had read stays as it is, and read it.
@@ -192,7 +228,7 @@ class UntracedCall:
     def forget(self) -> None:
         """Hold nothing of the model any more, and begin anew."""
         self._is_unchanged, self._addresses, self._tries = None, None, 0
-        self._left, self._tensors, self._inputs, self._layouts = [], [], [], []
+        self._left, self._tensors, self._inputs, self._layouts, self._sizes = [], [], [], [], []
 
     def _common(self, variables: Mapping[str, Any], space: dict[str, Any]) -> Iterator[tuple[Node, Any]]:
         """Yield the roots that every call has in common: not its own arguments, which its signature says all of."""
@@ -216,8 +252,6 @@ class UntracedCall:
             Differs: something is not as it was.
         """
         frame = self._traced.frame
-        if not frame.is_same():
-            raise Differs("the code of its forward was replaced")
         variables, space = frame.variables(args, kwargs), frame.function.__globals__
         seen = Seen()
         for node, value in roots(self._traced.tree, variables, space):
@@ -228,8 +262,9 @@ class UntracedCall:
     def _find_tensors(self) -> None:
         """Look up the model's tensors by their names."""
         sources = self._traced.sources
-        self._inputs = [None if isinstance(one, int) else tensor_of(self._model, one) for one in sources]
+        self._inputs = [tensor_of(self._model, one) if isinstance(one, str) else None for one in sources]
         self._places = [(place, one) for place, one in enumerate(sources) if isinstance(one, int)]
+        self._sizes = [(place, one[0], one[1]) for place, one in enumerate(sources) if isinstance(one, list)]
         self._tensors = [one for one in self._inputs if one is not None]
         self._compare_tensors(is_first=True)
 
@@ -243,6 +278,31 @@ class UntracedCall:
         # Addresses say it all; a torch without CUDA reads them one by one, which takes 40 µs for 340 tensors, dtypes 12.
         self._addresses = Addresses(self._tensors) if Addresses.are_read_at_once() else None
         self._dtypes = [*map(_DTYPE, self._tensors)]
+
+
+class TracedAgain:
+    """Makes calls where the model is no longer as it was: dynamo traces it.
+
+    Args:
+        model: whose calls they are.
+        untraced: that cannot make them.
+        backend: takes dynamo's graphs.
+        on_trace: told why, at each call.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, untraced: UntracedCall, backend: Callable[..., Any], on_trace: Callable[[str], object]
+    ) -> None:
+        self._model, self._untraced, self._backend, self._on_trace = model, untraced, backend, on_trace
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _leaves: Any = (), _objects: Any = ()) -> Any:
+        """Make a call."""
+        self._on_trace(self._untraced.why)
+        if self._compiled is None:
+            self._compiled = dynamo.compiled_call(self._model, self._backend)
+        with dynamo.room_for_graphs():
+            return self._compiled(*args, **kwargs)
 
 
 def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
@@ -270,6 +330,7 @@ def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
 _DTYPE = attrgetter("dtype")
 _WORTH_A_LOOK = 50
 """Calls after which a model that changed is read as often again."""
+_MOST_SHAPES = 4096
 _MOST_TRIES = 4
 """A model that changes at each call is not read at each."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
+
+from fusion_advisor.runtime.torch_internals.symbolic_sizes import OpenSizes
 
 
 def fake_mode_of(values: list[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -44,11 +47,18 @@ def has_no_numbers(value: object) -> bool:
     return is_fake(value) or (isinstance(value, torch.Tensor) and bool(torch._C._functorch.is_functorch_wrapped_tensor(value)))
 
 
-def is_plain_fake(value: torch.Tensor) -> bool:
-    """Whether its layout is all of a fake tensor: dense, of sizes that are numbers, with no known content, no subclass."""
+def is_plain_fake(value: torch.Tensor, *, may_be_open: bool = False) -> bool:
+    """Whether its layout is all of a fake tensor: dense, with no known content, no subclass.
+
+    Args:
+        value: any tensor.
+        may_be_open: its sizes may be open; without it they are numbers.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if type(value) is not FakeTensor or value.layout != torch.strided or value._has_symbolic_sizes_strides:
+    if type(value) is not FakeTensor or value.layout != torch.strided:
+        return False
+    if value._has_symbolic_sizes_strides and not may_be_open:
         return False
     return value.constant is None or value.numel() == 0
 
@@ -172,8 +182,9 @@ def forget_real_tensors(modes: Iterable[Any]) -> None:
 
 
 def laid_out(
-    layouts: Sequence[Sequence[Any]], storages: Sequence[int], device: torch.device, dtype_of: Callable[[str], torch.dtype]
-) -> list[torch.Tensor]:
+    layouts: Sequence[Sequence[Any]], storages: Sequence[Any], device: torch.device, dtype_of: Callable[[str], torch.dtype],
+    sizes: OpenSizes | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
     """Return fake tensors of given layouts, all of one new mode; those of one storage share it.
 
     Args:
@@ -181,23 +192,46 @@ def laid_out(
         storages: bytes of each.
         device: of the model; its kind's number is that of the tensors.
         dtype_of: returns a dtype by its name.
+        sizes: reads what is no number among offsets, sizes, strides and bytes; None: all are numbers.
 
     Raises:
-        ValueError, IndexError, RuntimeError: a layout that no tensor has, or that lies outside of its storage.
+        ValueError, LookupError, TypeError, RuntimeError: a layout that no tensor has, or that lies outside of its storage.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    mode = FakeTensorMode()
-    memory = [torch.UntypedStorage(nbytes, device="meta") for nbytes in storages]
+    mode = FakeTensorMode() if sizes is None else FakeTensorMode(shape_env=sizes.environment)
+    size_of: Callable[[Any], Any] = _number if sizes is None else functools.lru_cache(maxsize=None)(sizes.size)
+    number_of = _number if sizes is None else functools.lru_cache(maxsize=None)(sizes.number)
     found: list[torch.Tensor] = []
-    with torch.no_grad():
-        for place, offset, shape, stride, name, kind in layouts:
+    with torch.no_grad(), contextlib.nullcontext() if sizes is None else sizes.unguarded():
+        bytes_in = [_hashable(nbytes) for nbytes in storages]
+        memory = [_memory(size_of(nbytes)) for nbytes in bytes_in]
+        for place, *where, name, kind in layouts:
+            offset, shape, stride = map(_hashable, where)
             if kind not in ("cpu", device.type) or place < 0:
                 raise ValueError(f"a tensor on {kind}")
             dtype = dtype_of(name)
-            reach = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
-            if min((offset, *shape, *stride), default=0) < 0 or reach * dtype.itemsize > storages[place]:
+            at, counts, steps = number_of(offset), list(map(number_of, shape)), list(map(number_of, stride))
+            reach = at + sum((size - 1) * step for size, step in zip(counts, steps, strict=True)) + 1 if all(counts) else 0
+            if min((at, *counts, *steps), default=0) < 0 or reach * dtype.itemsize > number_of(bytes_in[place]):
                 raise ValueError("a layout outside of its storage")
-            elem = torch.empty(0, dtype=dtype, device="meta").set_(memory[place], offset, shape, stride)
+            elem = torch.empty(0, dtype=dtype, device="meta")
+            elem.set_(memory[place], size_of(offset), list(map(size_of, shape)), list(map(size_of, stride)))
             found.append(FakeTensor(mode, elem, device if kind == device.type else torch.device("cpu")))
     return found
+
+
+def _hashable(data: Any) -> Any:
+    return tuple(map(_hashable, data)) if isinstance(data, list) else data
+
+
+def _number(data: Any) -> int:
+    if type(data) is not int:
+        raise ValueError(f"a size like {data!r:.40}")
+    return data
+
+
+def _memory(nbytes: Any) -> torch.UntypedStorage:
+    if isinstance(nbytes, int):
+        return torch.UntypedStorage(nbytes, device="meta")
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()

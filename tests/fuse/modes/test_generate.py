@@ -16,14 +16,18 @@ from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.modes import generate
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Status
+from fusion_advisor.records.serialize import write_capture, write_report
 from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.load import LoadedWorkload, describe_live
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.cuda_graph.test_replay import graphed_model
+from tests.fuse.start.saved import frames
 from tests.tiny import cache_in, decode_step, fuse, gpt2, llama, qwen2
 
 MODELS = {"llama": llama, "gpt2": gpt2, "qwen2": qwen2}
@@ -257,6 +261,23 @@ def test_the_whole_loop_on_a_real_backend(tmp_path):
     finally:
         run.revert()
     assert (tmp_path / "prefill").is_dir()
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+def test_the_saved_decode_step_starts_without_a_trace(tmp_path):
+    run = generate.apply_generate(loaded_generation("gpt2"), quick(keep="verified"))
+    (tmp_path / "prefill").mkdir()
+    for name, report, capture in (("", run.report, run.capture), *run.parts):
+        write_capture(capture, tmp_path / name / "capture.json.gz")
+        write_report(report, tmp_path / name / "report.json")
+    # The prefill's call makes the tensors of the cache that it is given.
+    assert run.write_start(tmp_path) == "prefill: the call sets attributes of the model or of what it is given"
+    run.revert()
+    loaded, before = loaded_generation("gpt2"), frames()
+    step = generate._regimes(loaded, loaded.generation)[1]
+    with torch.no_grad(), apply_plan(step, load_plan(tmp_path)) as fused:
+        fused(**step.kwargs)
+        assert fused.traced_because == "" and frames() == before and fused.fallbacks == {} and fused.launches > 0
 
 
 def test_profile_measures_both_steps_and_the_whole_call():

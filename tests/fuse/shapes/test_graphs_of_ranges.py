@@ -53,7 +53,7 @@ def ranged(maker=Mlp, limit=4, shapes="batch=2..64", args=None, has_graphs=True,
     loaded = describe_live(model, args, kwargs)
     options = ApplyOptions(shapes=read_shapes(shapes), keep="verified", compile=False, pad_sizes=pads)
     calls = check_ranges(loaded, options)
-    fused.found = serve_shapes(fused, loaded, options, calls, measure_bandwidth(torch.device("cpu")), Progress())
+    fused.found, _ = serve_shapes(fused, loaded, options, calls, measure_bandwidth(torch.device("cpu")), Progress())
     return fused.apply(), recorder
 
 

@@ -299,7 +299,7 @@ def test_real_graphs_of_a_capacity_give_what_the_original_ops_give():
         fused = FusedModel(model, live.regions, Bench(live, on_cuda=True).build((), ()).modules, loaded_args, {}, graphs=graphs)
         loaded = describe_live(model, loaded_args)
         options = ApplyOptions(shapes=read_shapes("batch=2..16,seq=2..256"), keep="verified", compile=False, pad_sizes=True)
-        found = serve_shapes(
+        found, _ = serve_shapes(
             fused, loaded, options, check_ranges(loaded, options), measure_bandwidth(torch.device("cuda")), Progress()
         )  # fmt: skip
         fused.apply()

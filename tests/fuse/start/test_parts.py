@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 
 import pytest
 import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.capture.sizes.open_capture import capture_open
+from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.fuse.start.described import CannotDescribe, code_digest, described
 from fusion_advisor.fuse.start.graph_text import decode_graph, encode_graph
-from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, fake_mode
+from fusion_advisor.fuse.start.outputs import form_of, holds_number
+from fusion_advisor.fuse.start.size_conditions import answer, condition_of, places_in
+from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, fake_mode, symbolic_sizes
 from tests.tiny import Calling, toy
 
 
@@ -132,3 +138,64 @@ def test_a_graph_made_again_is_the_same_graph(model_of):
     with torch.no_grad():
         found, expected = again(*region.example_args), region.graph(*region.example_args)
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
+
+
+def of_sizes(x):
+    """Values of sizes that are computed: a sum, a product, half of a size."""
+    rows, width = x.shape
+    return x.reshape(-1, 2) * torch.arange(rows + rows // 2 + width, dtype=x.dtype).sum() + x.sum()
+
+
+def test_a_graph_with_open_sizes_made_again_is_the_same_graph_at_all_sizes():
+    opened = capture_open(Calling(of_sizes), (torch.rand(6, 8),), {}, {"args.0": ("rows", "")})
+    for node in opened.region.graph.graph.nodes:
+        if str(node.target) == "aten.arange.default":  # a size that a pass writes into an op is computed by a node of our own
+            node.args = (node.args[0].meta["val"],)
+    let_nodes_stand_for_sizes(opened.region.graph)
+    symbols = list(opened.names)
+    data = json.loads(json.dumps(encode_graph(opened.region.graph, symbols)))
+    guards = [symbolic_sizes.plain(guard, symbols) for guard in opened.guards]
+    bounds = [symbolic_sizes.range_of(opened.environment, symbol) for symbol in symbols]
+    sizes = symbolic_sizes.open_sizes([6], bounds, guards)
+    again = decode_graph(data, torch.device("cpu"), sizes)
+    assert encode_graph(again, sizes.symbols) == data and {"size", "size.floordiv"} <= {row[2] for row in data["nodes"]}
+    assert [symbolic_sizes.plain(guard, sizes.symbols) for guard in map(sizes.expression, guards)] == guards
+    for rows in (2, 6, 9):
+        x = torch.rand(rows, 8)
+        given = [rows if isinstance(one, int) else x for one in opened.region.example_args]
+        with torch.no_grad():
+            (found,), (expected,) = again(*given), opened.region.graph(*given)
+        assert torch.equal(found, expected) and torch.equal(found, of_sizes(x))
+    with pytest.raises(CannotDescribe, match="one size"):
+        decode_graph(data | {"layouts": [], "storages": []}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("2 <= L['x'].size()[1]", True), ("L['x'].size()[0] != 3", False), ("L['x'].stride()[0] == L['x'].size()[1]", True),
+        ("2 <= L['x'].size()[0] <= 3", True), ("(L['x'].size()[0] * L['x'].size()[1]) % 4 == 0 or not 1 < 2", True),
+        ("L['x'].size()[1] == min(512, L['x'].size()[1]) and -1 < 0", True), ("L['x'].size()[1] // 2 > L['x'].size()[0]", False),
+    ],
+)  # fmt: skip
+def test_what_dynamo_asks_of_sizes_is_asked_again(text, fits):
+    condition = json.loads(json.dumps(condition_of(ast.parse(text, mode="eval").body, lambda way: 0)))
+    assert bool(answer(condition, [torch.empty(3, 4)])) is fits and set(places_in(condition)) == {0}
+
+
+@pytest.mark.parametrize(
+    "text", ["L['x'].shape[0] == 1", "open(L['x'])", "L['x'].size(0) == 1", "f(L['x'].size()[0])", "1.5 < 2"]
+)
+def test_what_is_no_condition_on_sizes_is_not_described(text):
+    with pytest.raises(CannotDescribe, match="dynamo asks"):
+        condition_of(ast.parse(text, mode="eval").body, lambda way: 0)
+
+
+def test_numbers_in_an_output_are_found():
+    x = torch.ones(2)
+
+    def form(value):
+        return holds_number(form_of(value, lambda _: {"result": 3}))
+
+    assert not any(map(form, (x, [x, None, "text", True], {"a": (x,), 3: x})))
+    assert all(map(form, (1, [x, 2], {"a": (x, 2.5)}, (x, [{"b": 7}]))))

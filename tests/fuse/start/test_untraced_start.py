@@ -324,6 +324,10 @@ def replaced_tensor(model):
     model.blocks[1].lin.weight = torch.nn.Parameter(torch.randn(64, 64) / 8)
 
 
+def own_forward(model):
+    model.forward = lambda x: network.Net.forward(model, x * 2.0)
+
+
 def other_list(model):
     model.blocks[0].weights = [1.0, 0.5, 0.25]
 
@@ -460,7 +464,7 @@ LATER = {name: CHANGES[name][0] for name in (
     "a value of the configuration", "a flag of the configuration", "a configuration of its own", "an attribute",
     "an item of a list", "an epsilon", "a class", "a hook", "one parameter for two",
 )}  # fmt: skip
-LATER |= {"another parameter": replaced_tensor, "another list": other_list}
+LATER |= {"another parameter": replaced_tensor, "another list": other_list, "a forward of the instance's own": own_forward}
 
 
 @pytest.mark.parametrize("name", LATER)

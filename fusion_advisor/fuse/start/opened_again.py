@@ -1,0 +1,116 @@
+"""Makes the capture of a piece of a range from a file, and compares its graph with the model's own ops at two sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from fusion_advisor.capture.sizes.open_capture import Dims, OpenCapture, Sizes
+from fusion_advisor.fuse.start.call_tensors import given_by
+from fusion_advisor.fuse.start.guard_tree import Differs
+from fusion_advisor.fuse.start.made_again import call_again, differences_told, results_in
+from fusion_advisor.fuse.start.outputs import form_of, furthest
+from fusion_advisor.runtime.torch_internals import module_call, symbolic_sizes
+
+CallAt = Callable[[Sizes], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Makes a new call of some sizes."""
+
+_TRIES = 4
+"""Small sizes that are tried: some may be ruled out within a piece."""
+
+
+def open_again(model: torch.nn.Module, at: CallAt, row: Mapping[str, Any], dims: Dims, *, model_id: str) -> OpenCapture:
+    """Make the capture of a piece, in a process in which :func:`start_again` has found that nothing differs.
+
+    Args:
+        model: as it was traced.
+        at: makes a call.
+        row: from :func:`fusion_advisor.fuse.start.record.piece_of`.
+        dims: names of the call's dims.
+        model_id: for errors.
+
+    Raises:
+        Differs: the model's code, the call or its sizes are other ones, or the file is none of ours.
+    """
+    with differences_told():
+        sizes = {str(name): int(size) for name, size in row["sizes"].items()}
+        args, kwargs = at(sizes)
+        live, _, known = call_again(model, args, kwargs, row, model_id, sizes)
+        names: dict[Any, str] = {}
+        guards: tuple[Any, ...] = ()
+        if known is not None:
+            names = dict(zip(known.symbols, map(str, row["open"]["names"]), strict=True))
+            guards = tuple(map(known.expression, row["open"]["guards"]))
+        opened = OpenCapture(
+            live=live, sizes=sizes, names=names, guards=guards, environment=None if known is None else known.environment,
+            call=(args, kwargs), dims=dims,
+        )  # fmt: skip
+        small = ({name: min(least + more, most) for name, (least, most) in row["ranges"].items()} for more in range(_TRIES))
+        for one in (sizes, *[other for other in small if other != sizes and opened.holds(other)][:1]):
+            _compare(model, opened, at, one, row["output"])
+        return opened
+
+
+def _compare(model: torch.nn.Module, opened: OpenCapture, at: CallAt, sizes: Sizes, form: Any) -> None:
+    """Compare the graph at some sizes with the model's own ops, its values' sizes with those that are stored.
+
+    Raises:
+        Differs: they are too far apart.
+    """
+    own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    def shape_of(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = given_by(args, kwargs)
+        known = {**own, **{id(tensor): place for place, tensor in enumerate(given.tensors)}}
+        objects = {id(value): name for name, value in given.objects.items()}
+        return form_of(output, lambda tensor: {"input": known.get(id(tensor), "made")}, objects)
+
+    if sizes == opened.sizes and not opened.live.written.tensors:
+        (args, kwargs), expected = opened.call, opened.live.output  # these ops have run already
+    else:
+        args, kwargs = at(sizes)
+        expected = module_call.original_call(model)(*args, **kwargs)
+    theirs = shape_of(expected, args, kwargs)
+    args, kwargs = at(sizes)
+    route, graph = opened.region.route, opened.region.graph
+    assert route is not None
+    route.forward = _Measured(graph, opened.symbols(sizes)).run
+    try:
+        found = opened.live.untraced(args, kwargs, list(given_by(args, kwargs).leaves.values()))
+    finally:
+        route.forward = graph.forward
+    pairs = dict(results_in(form, found)), dict(results_in(form, expected))
+    problem = furthest(*(list(one.values()) for one in pairs))
+    if problem or shape_of(found, args, kwargs) != theirs:
+        raise Differs(f"the stored graph computes something else: {problem or 'another output'}")
+
+
+class _Measured(Interpreter):
+    """Runs a graph and compares the sizes of its values with those that it says they have."""
+
+    def __init__(self, graph: GraphModule, symbols: Mapping[Any, int]) -> None:
+        super().__init__(graph)
+        self._symbols = symbols
+
+    def run_node(self, n: Node) -> Any:
+        """Run one op.
+
+        Raises:
+            Differs: its result is of other sizes.
+        """
+        result, said = super().run_node(n), n.meta.get("val")
+        if isinstance(said, torch.SymInt):
+            fits = result == self._at(said)
+        elif isinstance(said, torch.Tensor):
+            fits = (tuple(result.shape), result.dtype) == (tuple(map(self._at, said.shape)), said.dtype)
+        else:
+            fits = True
+        if not fits:
+            raise Differs(f"the stored graph's `{n.name}` is of other sizes than it says")
+        return result
+
+    def _at(self, size: Any) -> Any:
+        return symbolic_sizes.at_sizes(symbolic_sizes.expression_of(size), self._symbols)
