@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # torch needs it
@@ -113,6 +113,70 @@ def is_inequation(expression: Expression) -> bool:
 def is_not_one(size: Any) -> Expression:
     """Return the expression that says that a size is not 1; True or False of a number."""
     return sympy.Ne(expression_of(size), 1) if isinstance(size, torch.SymInt) else size != 1
+
+
+def written_out(expression: Expression, replaced: Mapping[Any, Any]) -> Expression:
+    """Return an expression as a sum of products, so that equal ones are written alike.
+
+    Args:
+        expression: of sizes; a number is its own.
+        replaced: expressions that are others.
+    """
+    if isinstance(expression, bool | int | float):
+        return expression
+    return _written_out(expression, tuple(replaced.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_out(expression: Any, replaced: tuple[tuple[Any, Any], ...]) -> Expression:
+    found = sympy.expand(expression.xreplace(dict(replaced)))
+    return int(found) if found.is_Integer else found
+
+
+@functools.lru_cache(maxsize=4096)
+def quotient(size: Expression, by: Expression) -> Expression | None:
+    """Return what a size is times another one; None where it is no whole number of times for all sizes."""
+    if isinstance(size, int) and isinstance(by, int):
+        return size // by if by and size % by == 0 else None
+    found = sympy.cancel(sympy.sympify(size) / sympy.sympify(by))
+    top, bottom = sympy.fraction(sympy.together(found))
+    if bottom != 1:
+        return None
+    found = sympy.expand(top)
+    return int(found) if found.is_Integer else found
+
+
+def is_at_least(expression: Expression, least: int) -> bool:
+    """Whether an expression is a number or more at all sizes; False where that cannot be told."""
+    return bool(sympy.sympify(expression - least).is_nonnegative)
+
+
+def equalities_of(guards: Iterable[Expression]) -> dict[Any, Any]:
+    """Return which computed sizes are others by what was taken for granted: Min(64, s) is s where the model has 64 positions."""
+    pairs = [(guard.lhs, guard.rhs) for guard in guards if isinstance(guard, sympy.Eq)]
+    whole = [(one, other) if other.is_symbol else (other, one) for one, other in pairs if one.is_symbol or other.is_symbol]
+    return {one: other for one, other in whole if not one.is_symbol}
+
+
+def rises(expression: Expression, symbols: Collection[Any]) -> bool:
+    """Whether a size never shrinks where symbols grow; False where that cannot be told."""
+    if isinstance(expression, int) or not symbols_in(expression) & set(symbols):
+        return True
+    parts = expression.args
+    if not parts:
+        return True
+    is_first_alone = type(expression).__name__ in ("FloorDiv", "CeilDiv") or (expression.is_Pow and parts[1].is_nonnegative)
+    if is_first_alone:
+        return rises(parts[0], symbols) and not symbols_in(parts[1]) & set(symbols) and bool(parts[1].is_nonnegative)
+    if expression.is_Mul and not all(part.is_nonnegative for part in parts):
+        return False
+    is_known = expression.is_Add or expression.is_Mul or type(expression).__name__ in ("Min", "Max")
+    return is_known and all(rises(part, symbols) for part in parts)
+
+
+def symbols_under(size: object) -> set[Any]:
+    """Return the symbols that a size, or a number computed from sizes, depends on; none of anything else."""
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else set()
 
 
 def symbols_in(expression: Expression) -> set[Any]:
