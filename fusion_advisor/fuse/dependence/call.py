@@ -23,11 +23,13 @@ class Padded:
     Attributes:
         name: of the dim.
         symbols: that are its size.
+        others: symbols of sizes that stay. What is none of both is read off values, or made by an op of a size.
         replaced: expressions that are others.
     """
 
     name: str
     symbols: frozenset[Any]
+    others: frozenset[Any]
     replaced: Mapping[Any, Any]
 
     def written(self, size: Any) -> Expression:
@@ -35,13 +37,15 @@ class Padded:
         return symbolic_sizes.written_out(symbolic_sizes.expression_of(size), self.replaced)
 
     def grows(self, size: Expression) -> bool:
-        """Whether a size depends on the padded one."""
-        return bool(symbolic_sizes.symbols_in(size) & self.symbols)
+        """Whether a size may depend on the padded one."""
+        return not symbolic_sizes.symbols_in(size) <= self.others
 
     def factors(self, size: Any) -> tuple[Any, ...]:
         """Return the factors of a dim that is one axis."""
         found = self.written(size)
         if self.grows(found):
+            if not symbolic_sizes.symbols_in(found) <= self.symbols | self.others:
+                raise Stops("makes a dim whose size only its values tell")
             if not symbolic_sizes.rises(found, self.symbols):  # then what is kept would not lie ahead of junk
                 raise Stops(f"makes a dim of size {found}, which may shrink where `{self.name}` grows")
             return (Long(found),)

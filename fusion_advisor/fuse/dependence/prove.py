@@ -56,7 +56,10 @@ def _padded(opened: OpenCapture, name: str) -> Padded:
     named: dict[str, Any] = {}
     replaced = {symbol: named.setdefault(dim, symbol) for symbol, dim in opened.names.items()}
     replaced = {symbol: first for symbol, first in replaced.items() if symbol is not first}
-    return Padded(name=name, symbols=frozenset(symbols), replaced={**symbolic_sizes.equalities_of(opened.guards), **replaced})
+    return Padded(
+        name=name, symbols=frozenset(symbols), others=frozenset(opened.names).difference(symbols),
+        replaced={**symbolic_sizes.equalities_of(opened.guards), **replaced},
+    )  # fmt: skip
 
 
 def _given(padded: Padded, value: torch.Tensor, *, is_call: bool, is_zeroed: bool) -> Kept:
@@ -155,7 +158,7 @@ def _stop_at_numbers(call: Call, sizes: Collection[str]) -> None:
     for argument, value in call.given.items():
         for leaf in leaves(value):
             number = leaf.meta.get("val") if isinstance(leaf, Node) else leaf
-            if call.padded.symbols & symbolic_sizes.symbols_under(number) and argument not in sizes:
+            if not symbolic_sizes.symbols_under(number) <= call.padded.others and argument not in sizes:
                 raise Stops(f"takes `{call.padded.name}` for a number")
 
 
