@@ -130,7 +130,7 @@ def _absorbed(call: Call, own: dict[Node, Kept], where: Where, name: str) -> Any
         return (False if is_flag else 0) if any(not number for number in known) else None
     if name in _ORS:
         return True if is_flag and any(known) else None
-    return _absorbed_number(seen, known, name) if len(seen) > 1 else None
+    return _absorbed_number(seen, known, name) if len(seen) > 1 and call.number("alpha", 1) == 1 else None
 
 
 def _absorbed_number(seen: Sequence[Seen], known: Sequence[Any], name: str) -> Any:

@@ -79,11 +79,9 @@ def _constant(opened: OpenCapture, node: Node) -> State:
     if not isinstance(value, torch.Tensor):
         return Stops("takes a value that no rule is for")
     axes = tuple(() if size == 1 else (int(size),) for size in value.shape)
-    return Kept(axes=axes, span=Span.FINITE if _is_finite(value) else Span.ANY, is_copied=True, is_free=True)
-
-
-def _is_finite(value: torch.Tensor) -> bool:
-    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    number = value.item() if value.numel() == 1 and not value.is_complex() else None
+    span = Span.FINITE if bool(torch.isfinite(value).all()) else Span.ANY
+    return Kept(axes=axes, fill=number, span=span, is_copied=True, is_free=True)
 
 
 def _writes(node: Node) -> bool:

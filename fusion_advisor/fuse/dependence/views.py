@@ -16,6 +16,8 @@ from fusion_advisor.runtime.torch_internals import symbolic_sizes
 def view(call: Call) -> Kept:
     """Part and join dims: their axes stay in order."""
     value = call.tensor("self")
+    if call.get("dtype") is not None:
+        raise Stops("reads numbers as others of the same bits")
     shape = [call.padded.written(size) for size in call.values[0].shape]
     if value.fill is not None:
         return call.made(replace(value, axes=call.plain(call.values[0]), facts={}, live=frozenset(), affine=None))

@@ -183,11 +183,23 @@ HOSTILE = {
     "place beyond the table": (
         masked, "seq", lambda x, mask: POSITIONS[:8][mask.cumsum(1).clamp(max=6)] + x,
         "outside of its table"),
+    "a size that shrinks": (
+        ids, "seq", lambda x: POSITIONS[: 64 - x.shape[1]].sum(0) + TABLE[x], "may shrink where `seq` grows"),
+    "the bits of a mask": (
+        rows, "seq", lambda x: attend(x, torch.where(causal(x), 0.0, MINUS).view(torch.int32).float()), "the same bits"),
+    "a mask that is taken away": (
+        rows, "seq", lambda x: attend(x, torch.sub(0.0 * scores(x), torch.where(causal(x), 0.0, -MINUS), alpha=-1)), None),
     "distance of rows": (rows, "batch", lambda x: torch.cdist(x.flatten(1), x.flatten(1)).sum(1), None),
 }  # fmt: skip
 
 
-UNHARMED = {"random numbers", "divided by zeros ahead of a product", "place beyond the table"}
+UNHARMED = {
+    "the bits of a mask",
+    "a mask that is taken away",
+    "random numbers",
+    "divided by zeros ahead of a product",
+    "place beyond the table",
+}
 """Refused for what other numbers, or a GPU, would do."""
 
 
@@ -204,6 +216,7 @@ def proved_pairs():
         "softmax of features": (rows, ("batch", "seq"), lambda x: x.softmax(-1)),
         "causal flag": (rows, ("batch", "seq"), lambda x: attend(x, is_causal=True)),
         "causal mask": (rows, ("batch", "seq"), lambda x: attend(x, causal(x))),
+        "mask of a number": (rows, ("batch", "seq"), lambda x: attend(x, torch.where(causal(x), 0.0, torch.tensor(MINUS)))),
         "window": (rows, ("batch", "seq"), lambda x: attend(x, causal(x) & (index(x)[None] > index(x)[:, None] - 3))),
         "causal and by the data": (rows, ("batch", "seq"), lambda x: attend(x, causal(x) & (scores(x) > 0))),
         "triangle": (rows, ("batch", "seq"), lambda x: attend(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril())),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 
 from fusion_advisor.runtime.torch_internals import dynamo, symbolic_sizes
@@ -83,3 +84,30 @@ def test_a_size_that_the_model_fixes_is_named():
     why = symbolic_sizes.why_fixed(caught.value)
     assert why is not None and "9" in why
     assert symbolic_sizes.why_fixed(ValueError("no")) is None
+
+
+def test_sizes_are_compared_parted_and_known_to_rise():
+    values, _ = traced(lambda x: x.unfold(0, 3, 2) * 2 + x[0, 0] * x.shape[0], torch.randn(9, 7))
+    windows = next(value for value in reversed(values) if isinstance(value, torch.Tensor)).shape[0]
+    rows, columns = next(value for value in values if isinstance(value, torch.Tensor)).shape
+    row, column, window = (symbolic_sizes.expression_of(size) for size in (rows, columns, windows))
+    assert symbolic_sizes.written_out(2 * (row + 1) - 2, {}) == 2 * row
+    assert symbolic_sizes.written_out(row * column, {column: 7}) == 7 * row
+    assert symbolic_sizes.written_out(row - row, {}) == 0
+    assert symbolic_sizes.quotient(6 * row * column, 2 * row) == 3 * column
+    assert symbolic_sizes.quotient(row, row) == 1 and symbolic_sizes.quotient(12, 4) == 3
+    assert symbolic_sizes.quotient(row, 2) is None and symbolic_sizes.quotient(12, 5) is None
+    assert symbolic_sizes.quotient(2, row) is None
+    assert symbolic_sizes.is_at_least(row, 0) and symbolic_sizes.is_at_least(3, 3)
+    assert not symbolic_sizes.is_at_least(row - 5, 0) and not symbolic_sizes.is_at_least(2, 3)
+    for rising in (row, row + 3, row * column, window, 7, 64 - column):
+        assert symbolic_sizes.rises(rising, {row}), rising
+    for other in (64 - row, row * (row - 5), row % 8):
+        assert not symbolic_sizes.rises(other, {row}), other
+    assert symbolic_sizes.symbols_under(rows) == {row} and symbolic_sizes.symbols_under(5) == set()
+
+
+def test_what_a_guard_says_that_a_computed_size_is():
+    size = sympy.Symbol("s", integer=True, positive=True)
+    least = sympy.Min(64, size)
+    assert symbolic_sizes.equalities_of([sympy.Eq(least, size), sympy.Eq(size, least), size > 3]) == {least: size}
