@@ -286,11 +286,11 @@ def repeated(call: Call) -> Kept:
     if shift < 0:
         raise Stops("calls an op in a form that no rule covers")
     axes = []
-    for dim, (size, count) in enumerate(zip(call.values[0].shape, times, strict=True)):
+    for dim, count in enumerate(times):
         own = value.axes[dim - shift] if dim >= shift else ()
         if any(isinstance(factor, Long) for factor in own) and count != 1:
             raise Stops("puts something after a dim that is padded, at its end")
-        axes.append(own if count == 1 else call.padded.factors(size))
+        axes.append(own if count == 1 else tuple(_merged([*call.padded.factors(count), *own])))
     return call.made(same_place(value, tuple(axes), lambda dim: dim + shift))
 
 

@@ -129,8 +129,19 @@ def written_out(expression: Expression, replaced: Mapping[Any, Any]) -> Expressi
 
 @functools.lru_cache(maxsize=4096)
 def _written_out(expression: Any, replaced: tuple[tuple[Any, Any], ...]) -> Expression:
-    found = sympy.expand(expression.xreplace(dict(replaced)))
+    whole = expression.xreplace(dict(replaced)).replace(_is_division, _divided)
+    found = sympy.expand(whole)
     return int(found) if found.is_Integer else found
+
+
+def _is_division(expression: Any) -> bool:
+    return type(expression).__name__ == "FloorDiv"
+
+
+def _divided(expression: Any) -> Any:
+    """Return what a size is divided by another one, where nothing is left; torch leaves (s * s) // s as it is."""
+    found = quotient(*expression.args)
+    return expression if found is None else sympy.sympify(found)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -69,6 +69,12 @@ def _apart(one, other):
     return float(torch.where(is_same, 0.0, ((one - other).abs() / scale).nan_to_num(torch.inf, torch.inf)).max())
 
 
+def mask_slots(found):
+    """The places of a graph's inputs that hold ones and zeros."""
+    given = enumerate(found.region.example_args)
+    return [slot for slot, one in given if isinstance(one, torch.Tensor) and one.dtype == torch.int64 and bool((one < 2).all())]
+
+
 def reason(found, name, zeroed=()):
     """Why padding counts; empty where it is proved not to."""
     return why_padding_counts(found, name, zeroed)

@@ -19,7 +19,7 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )  # fmt: skip
 
-from tests.fuse.dependence.padded_runs import opened, reason, worst
+from tests.fuse.dependence.padded_runs import mask_slots, opened, reason, worst
 
 WIDTH = 8
 X = {"args.0": ("batch", "seq", "")}
@@ -123,6 +123,9 @@ HOSTILE = {
     "einsum over tokens": (rows, "seq", lambda x: torch.einsum("bsd,bse->bde", x, x), "sums over all of `seq`"),
     "einsum over batch": (rows, "batch", lambda x: x * torch.einsum("bsd,bsd->sd", x, x), "sums over all of `batch`"),
     "matmul in place of a sum": (rows, "seq", lambda x: torch.ones(1, x.shape[1]) @ x, "sums over all of `seq`"),
+    "trace": (rows, "seq", lambda x: x * torch.einsum("ij,ij->", torch.eye(x.shape[1]), torch.ones(x.shape[1], x.shape[1])),
+              "sums over all of `seq`"),
+    "sum of a diagonal": (rows, "seq", lambda x: x * torch.eye(x.shape[1]).sum(), "together"),
     "size as a number": (rows, "seq", lambda x: x * x.shape[1], "takes `seq` for a number"),
     "size under a root": (rows, "seq", lambda x: x / x.shape[1] ** 0.5, "takes `seq` for a number"),
     "batch as a number": (rows, "batch", lambda x: x + 1.0 / x.shape[0], "takes `batch` for a number"),
@@ -136,6 +139,8 @@ HOSTILE = {
     "attends by the data": (rows, "seq", lambda x: attend(x, x @ x.transpose(1, 2) > 0), "may let padding through"),
     "causal or by the data": (rows, "seq", lambda x: attend(x, causal(x) | (scores(x) > 9)), "may let padding through"),
     "causal and one more": (rows, "seq", lambda x: attend(x, index(x)[None, :] <= index(x)[:, None] + 1), "may let padding"),
+    "triangle and one more": (
+        rows, "seq", lambda x: attend(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(1)), "may let padding"),
     "causal with a small number": (
         rows, "seq", lambda x: attend(x, torch.where(causal(x), 0.0, -3.0)), "may let padding through"),
     "softmax over tokens": (rows, "seq", lambda x: x.softmax(1), "together"),
@@ -225,6 +230,9 @@ def proved_pairs():
         "causal by hand, twice": (rows, ("batch", "seq"), causal_twice),
         "linear attention": (rows, ("batch", "seq"), lambda x: (scores(x) * causal(x)) @ x),
         "all to all in a row": (rows, ("batch",), lambda x: by_hand(x, scores(x)) + x.mean(1, keepdim=True) + x.flip(1)),
+        "repeated for each row": (rows, ("batch",), lambda x: (x.sum(1).view(-1, 4) + TABLE[:2, :4].repeat(x.shape[0], 1)).view(
+            -1, WIDTH)),
+        "a size of its own": (rows, ("batch", "seq"), lambda x: (scores(x) * causal(x)).view(x.shape[0], x.shape[1], -1) @ x),
         "first token": (rows, ("batch", "seq"), lambda x: x - x[:, :1] * x[:, 0][:, None]),
         "a token ahead of all": (rows, ("batch", "seq"), lambda x: torch.cat([TABLE[:1].expand(x.shape[0], 1, WIDTH), x], 1)
                                  .cumsum(1)[:, 1:]),
@@ -252,6 +260,24 @@ def test_what_reads_padding_is_refused_and_says_where(name):
     assert text is None or text in why, why
     if name not in UNHARMED:
         assert worst(found, make, size) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x, mask: (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1),
+        lambda x, mask: attend(x, mask[:, None, :] > 0),
+        lambda x, mask: by_hand(x, scores(x).masked_fill(mask[:, None, :] == 0, MINUS)),
+        lambda x, mask: x.masked_fill(mask[..., None] == 0, MINUS).amax(1),
+        lambda x, mask: x * (mask == 1).any(1)[:, None, None],
+    ],
+    ids=["mean", "attention", "by hand", "largest", "any"],
+)
+def test_zeros_in_a_mask_keep_padding_out(model):
+    found = opened(model, masked, INPUTS[masked])
+    zeroed = mask_slots(found)
+    assert len(zeroed) == 1 and reason(found, "seq") and reason(found, "seq", zeroed) == ""
+    assert worst(found, masked, "seq", zeroed) < 1e-5
 
 
 @pytest.mark.parametrize("name", proved_pairs())

@@ -94,6 +94,9 @@ def test_sizes_are_compared_parted_and_known_to_rise():
     assert symbolic_sizes.written_out(2 * (row + 1) - 2, {}) == 2 * row
     assert symbolic_sizes.written_out(row * column, {column: 7}) == 7 * row
     assert symbolic_sizes.written_out(row - row, {}) == 0
+    squared = symbolic_sizes.expression_of(rows * rows // rows)
+    assert symbolic_sizes.written_out(squared + 1, {}) == row + 1
+    assert symbolic_sizes.written_out(window, {}) == window
     assert symbolic_sizes.quotient(6 * row * column, 2 * row) == 3 * column
     assert symbolic_sizes.quotient(row, row) == 1 and symbolic_sizes.quotient(12, 4) == 3
     assert symbolic_sizes.quotient(row, 2) is None and symbolic_sizes.quotient(12, 5) is None
