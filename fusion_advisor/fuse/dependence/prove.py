@@ -21,6 +21,10 @@ _RULES: Mapping[str, Ruled] = {
 }  # fmt: skip
 
 
+_UNFORESEEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, StopIteration)
+"""Of a rule that meets arguments which it does not know: what is not proved is not padded, and ends no run."""
+
+
 def why_padding_counts(opened: OpenCapture, name: str, zeroed: Collection[int] = ()) -> str:
     """Say which op lets padding change a result; empty where it is proved that none does, whatever the inputs hold.
 
@@ -102,6 +106,8 @@ def _stated(padded: Padded, node: Node, states: dict[Node, State]) -> State | No
         return _ruled(padded, node, states)
     except Stops as stop:
         return stop if stop.is_placed else Stops(_text(str(stop), node), is_placed=True)
+    except _UNFORESEEN:
+        return Stops(_text("calls an op in a form that no rule covers", node), is_placed=True)
 
 
 def _reads_values(node: Node) -> bool:

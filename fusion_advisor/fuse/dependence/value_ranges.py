@@ -18,7 +18,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-CASTS = _words("to _to_copy type_as float half bfloat16 double clone contiguous detach alias lift_fresh lift_fresh_copy")
+CASTS = _words("to _to_copy type_as clone contiguous detach alias lift_fresh lift_fresh_copy")
 FINITE_OPS = CASTS | _words(
     "abs atan ceil celu clamp clamp_max clamp_min clip cos cosh elu erf erfc exp exp2 expm1 floor gelu hardshrink hardsigmoid "
     "hardswish hardtanh leaky_relu log_sigmoid mish neg relu relu6 round selu sgn sigmoid sign silu sin sinh softplus softshrink "

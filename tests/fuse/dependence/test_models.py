@@ -7,6 +7,7 @@ import torch
 
 from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.fuse.apply_shapes import check_ranges
+from fusion_advisor.fuse.dependence.prove import why_padding_counts
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.shapes.proved_sizes import prove_sizes
@@ -65,8 +66,6 @@ def test_sizes_of_models_are_proved_and_padding_them_changes_nothing(name):
 
 
 def test_bert_without_zeros_in_its_mask_names_what_reads_the_padding():
-    from fusion_advisor.fuse.dependence.prove import why_padding_counts
-
     torch.compiler.reset()
     model, kwargs = bert()
     with torch.no_grad():
