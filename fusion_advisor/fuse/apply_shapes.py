@@ -35,6 +35,7 @@ from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, points_of
+from fusion_advisor.fuse.shapes.proved_sizes import prove_sizes
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_hint, generate_of, ranged_calls, with_room
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.show_padding import ShownPadding
@@ -104,7 +105,7 @@ class _Shapes:
     kept: Collection[str] = ()
     """Ids of rewrites of the example's plan."""
     pads: bool = False
-    """Whether calls may run in CUDA graphs of larger shapes, where a trial shows that they can."""
+    """Whether calls may run in CUDA graphs of larger shapes, where it is proved that padding changes nothing."""
     refused: set[str] = field(default_factory=lambda: {name for name, one in PASSES.items() if one.needs_numbers})
     """Graph passes that look at numbers or at tensors of one size."""
     starts: dict[Box, dict[str, Any]] = field(default_factory=dict)
@@ -117,7 +118,9 @@ class _Shapes:
         args, kwargs = self.call_at(sizes)
         self.progress.note(f"captured with open sizes at {_text(sizes)}")
         try:
-            return capture_open(self.loaded.model, args, kwargs, self.ranged.dims, model_id=self.loaded.record.model_id)
+            return capture_open(
+                self.loaded.model, args, kwargs, self.ranged.dims, model_id=self.loaded.record.model_id, with_lines=True
+            )
         except REFUSALS:
             refuse_sizes(self.loaded, self.ranged, sizes)
             raise
@@ -154,7 +157,7 @@ def serve_shapes(
     for call in calls:
         work = _Shapes(
             loaded=loaded, options=options, ranged=call, bandwidth=bandwidth, progress=progress, instruments=instruments,
-            original=original, kept=kept, pads=fused.graphs is not None and options.pad_sizes,
+            original=original, kept=kept, pads=fused.graphs is not None,
         )  # fmt: skip
         served = []
         for piece in call.pieces(work.capture):
@@ -222,6 +225,7 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     if opened is None:
         return serving(piece, ()), ShapePiece(call=work.ranged.name, ranges=piece.box, refusal=piece.refusal)
     work.starts[piece.box] = piece_of(work.loaded.model, opened, work.ranged.name, piece.box)
+    proved = prove_sizes(opened, piece.box) if work.pads else None
     changes = change_layouts(opened, work.kept)
     assert work.options.shapes is not None
     names = [one.name for one in work.options.shapes.ranges]
@@ -240,9 +244,11 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
         found.append(served)
     workpiece.forget_records()
     shown = ShownPadding()
-    if work.pads:
+    if proved is not None:
         spent_s, is_timed = time.perf_counter() - started, work.on_cuda and work.options.is_timed
-        shown = tried_padding(work.ranged, opened, piece.box, found, work.instruments, spent_s=spent_s, is_timed=is_timed)
+        shown = tried_padding(
+            work.ranged, opened, piece.box, found, proved, work.instruments, spent_s=spent_s, is_timed=is_timed
+        )  # fmt: skip
     rows = [replace(row, pads=shown.serves(point)) for row, point in zip(rows, found, strict=True)]
     row = ShapePiece(
         call=work.ranged.name,

@@ -31,6 +31,7 @@ from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, find_again
+from fusion_advisor.fuse.shapes.proved_sizes import prove_sizes
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls
 from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
@@ -139,6 +140,7 @@ class _Restoring:
             points = [Served(sizes=dict(point.sizes), module=None, reason=point.reason) for point in row.points]
             return serving(replace(piece, refusal=row.refusal), points)
         started = time.perf_counter()
+        proved = prove_sizes(piece.opened, piece.box)
         change_layouts(piece.opened, row.layouts)
         work = Workpiece(piece)
         if work.graph_hash() != row.graph:
@@ -151,8 +153,8 @@ class _Restoring:
             return serving(piece, served)
         paying = [point for point, known in zip(served, row.points, strict=True) if known.pads]
         shown = tried_padding(
-            self._ranged, piece.opened, piece.box, paying, MEASURED, spent_s=time.perf_counter() - started, share=1.0,
-            names=row.padded, masked=row.masked,
+            self._ranged, piece.opened, piece.box, paying, proved, MEASURED, spent_s=time.perf_counter() - started, share=1.0,
+            names=row.padded,
         )  # fmt: skip
         return serving(piece, served, shown.padding)
 

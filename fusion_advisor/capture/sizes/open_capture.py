@@ -153,7 +153,13 @@ def sizes_of(tensors: Mapping[str, torch.Tensor], dims: Dims) -> dict[str, int] 
 
 
 def capture_open(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims, *, model_id: str = "model"
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dims: Dims,
+    *,
+    model_id: str = "model",
+    with_lines: bool = False,
 ) -> OpenCapture:
     """Capture a call with the named dims of its tensors open, those of size 1 excepted.
 
@@ -163,6 +169,7 @@ def capture_open(
         kwargs: of the same call.
         dims: names of the dims.
         model_id: for errors.
+        with_lines: note the source line of each op, for reasons that name one.
 
     Raises:
         OneSizeOnly: the model fixes a size, the call is several graphs, or it writes to a buffer.
@@ -177,7 +184,7 @@ def capture_open(
         symbolic_sizes.leave_open(tensors[path], [n for n, name in enumerate(names) if name and sizes[base_of(name)] > 1])
     try:
         with dynamo.without_logged_guard_errors(), symbolic_sizes.ones_among_the_sizes():
-            live = capture_regions(model, args, kwargs, model_id=model_id, with_lines=False)
+            live = capture_regions(model, args, kwargs, model_id=model_id, with_lines=with_lines)
     except CannotCapture as error:
         why = _why_one_size(error)
         if why is None:

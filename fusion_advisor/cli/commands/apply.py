@@ -36,7 +36,6 @@ def apply(
     phase: options.PhaseOpt = None,
     shapes: size_options.ShapesOpt = None,
     points: size_options.PointsOpt = None,
-    pad_sizes: size_options.PadSizesOpt = False,
     context_tokens: options.ContextOpt = None,
     new_tokens: options.NewTokensOpt = None,
     layers: options.LayersOpt = None,
@@ -146,8 +145,8 @@ def apply(
         tp=tp,
     )
     request = _request(context, target, asked)
-    ranges, at = size_options.read_sizes(shapes, points, phase=request.phase, is_dry=dry_run, pads=pad_sizes)
-    chosen = replace(chosen, shapes=ranges, shape_points=at, pad_sizes=pad_sizes, memory_budget=memory_budget)
+    ranges, at = size_options.read_sizes(shapes, points, phase=request.phase, is_dry=dry_run)
+    chosen = replace(chosen, shapes=ranges, shape_points=at, memory_budget=memory_budget)
     runner.run_apply(settings, request, chosen, shown, parse_rules(fail_on or (), absolute=absolute))
 
 

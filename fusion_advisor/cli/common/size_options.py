@@ -38,18 +38,10 @@ PointsOpt = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-PadSizesOpt = Annotated[
-    bool,
-    typer.Option(
-        "--pad-sizes",
-        help="Run calls of --shapes in graphs of larger shapes, where a trial with values like the example's changes nothing.",
-        rich_help_panel=_PANEL,
-    ),
-]
 
 
 def read_sizes(
-    shapes: str | None, points: str | None, *, phase: str, is_dry: bool, pads: bool = False
+    shapes: str | None, points: str | None, *, phase: str, is_dry: bool
 ) -> tuple[ShapeRequest | None, tuple[tuple[int, ...], ...]]:
     """Return what the two options ask for; (None, ()) where ranges were not asked for.
 
@@ -58,7 +50,6 @@ def read_sizes(
         points: of ``--points``.
         phase: of the workload.
         is_dry: whether ``--dry-run`` was given.
-        pads: whether ``--pad-sizes`` was.
 
     Raises:
         UsageError: one cannot be read, points lie outside the ranges, or the run serves no ranges.
@@ -66,8 +57,6 @@ def read_sizes(
     if shapes is None:
         if points is not None:
             raise UsageError(detail="--points names sizes of --shapes, and there is no --shapes", help=_HELP)
-        if pads:
-            raise UsageError(detail="--pad-sizes pads sizes of --shapes, and there is no --shapes", help=_HELP)
         return None, ()
     if reason := _REFUSED.get(phase):
         raise UsageError(

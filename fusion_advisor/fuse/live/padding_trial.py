@@ -16,6 +16,7 @@ from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.padding import PadForm, listed
 from fusion_advisor.fuse.shapes.pieces import Box
+from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall
 from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.show_padding import Given, Judge, Pays, ShownPadding, show_padding
@@ -32,22 +33,22 @@ _NEW_ADDRESSES = "each call makes new tensors of its cache, at addresses that no
 
 
 def tried_padding(
-    ranged: RangedCall, opened: OpenCapture, box: Box, points: Sequence[Served], instruments: Instruments, *,
-    spent_s: float, share: float = _SHARE, is_timed: bool = False, names: Sequence[str] | None = None, masked: Sequence[str] = (),
+    ranged: RangedCall, opened: OpenCapture, box: Box, points: Sequence[Served], proved: ProvedSizes, instruments: Instruments, *,
+    spent_s: float, share: float = _SHARE, is_timed: bool = False, names: Sequence[str] | None = None,
 ) -> ShownPadding:  # fmt: skip
-    """Find out which sizes of a piece may be rounded up, so that calls of several shapes share a CUDA graph.
+    """Find out which proved sizes of a piece are rounded up, so that calls of several shapes share a CUDA graph.
 
     Args:
         ranged: the calls.
         opened: the piece's graph.
         box: its sizes.
         points: what runs near which sizes.
+        proved: of which sizes it was proved that padding changes nothing.
         instruments: measure and record.
         spent_s: seconds that the piece has taken so far.
         share: of them that the trial gets; it gets three seconds at least.
         is_timed: ask the clock too, on a GPU.
-        names: of the sizes that a saved plan pads; None: all are tried.
-        masked: of those, the sizes along which it pads masks with zeros.
+        names: of the sizes that a saved plan pads; None: all that are proved.
     """
     if not ranged.may_record:
         wanted = [one.name for one in box if one.least < one.most] if any(point.module is not None for point in points) else []
@@ -55,7 +56,7 @@ def tried_padding(
     given, judge = trial_of(ranged, opened)
     pays = faster_than_launches(instruments) if is_timed else None
     return show_padding(
-        opened, box, points, given, judge, pays, names=names, masked=masked, budget_s=max(_LEAST_S, share * spent_s)
+        opened, box, points, proved, given, judge, pays, names=names, budget_s=max(_LEAST_S, share * spent_s)
     )  # fmt: skip
 
 

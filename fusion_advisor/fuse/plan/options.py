@@ -170,9 +170,6 @@ class ApplyOptions(ProfileOptions):
         shapes: Ranges of sizes that the fused model serves, from :func:`fusion_advisor.fuse.plan.size_ranges.read_shapes`;
             None: calls of the example's shapes alone.
         shape_points: Sizes at which rewrites of the ranges are decided, in the order of the ranges; empty: chosen for each piece.
-        pad_sizes: Of ranges: a call may run in the CUDA graph of a larger shape, where running both showed that padding changes
-            nothing. That is shown for values like the example's: a model that counts a token which no example holds may count
-            padding too.
         effort: ``quick``: rewrites are chosen by their own times, and the step is timed for a moment, with all of them against
             none and without A/A. ``thorough``: each is timed in the step by itself, whatever its own times say, for longer.
         drop_logits: Of training steps: nobody reads the logits that a step returns with its loss. They are None then, and the
@@ -201,7 +198,6 @@ class ApplyOptions(ProfileOptions):
     dynamic: Literal["off", "on_first_use"] = "off"
     shapes: ShapeRequest | None = None
     shape_points: tuple[tuple[int, ...], ...] = ()
-    pad_sizes: bool = False
     keep: Literal["paying", "verified"] = "paying"
     effort: Effort = "usual"
     drop_logits: bool = False

@@ -1,9 +1,9 @@
 """Rounds sizes of a call up: the inputs with padding at their ends, and the part of the results that the call asked for.
 
-A CUDA graph is of one exact shape. A call of another shape may run in the graph of the next capacity where padding was shown to
-change no result (:mod:`fusion_advisor.fuse.shapes.show_padding`). The padding repeats the call's last row, token or frame: a
-number that the call does not hold may be no place in a table, and a mask of zeros alone gives rows of NaN. Where that changes
-results, as each token of an encoder reads the later ones too, masks are padded with zeros.
+A CUDA graph is of one exact shape. A call of another shape may run in the graph of the next capacity where padding was proved to
+change no result (:mod:`fusion_advisor.fuse.shapes.proved_sizes`). The padding repeats the call's last row, token or frame: a
+number that the call does not hold may be no place in a table, and a mask of zeros alone gives rows of NaN. Where that is not
+proved, as each token of an encoder reads the later ones too, but is with zeros in the masks, masks are padded with zeros.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Padding:
     Attributes:
         names: of the sizes.
         form: where they stand.
-        modules: the graphs for which it was shown.
+        modules: the graphs of which it was proved, and that passed their runs.
     """
 
     names: tuple[str, ...]
@@ -170,7 +170,7 @@ class Padding:
         return rounded_up(sizes, self.names, box)
 
     def serves(self, module: GraphModule) -> bool:
-        """Whether it was shown for a graph."""
+        """Whether a graph may run padded calls."""
         return any(one is module for one in self.modules)
 
 

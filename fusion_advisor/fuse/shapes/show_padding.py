@@ -1,9 +1,9 @@
-"""Shows by running both that a call rounded up gives the results of the call itself, or says why not.
+"""Runs calls of a size of which it was proved that padding changes nothing, padded and as they are, and compares.
 
-For each size that may vary, each graph that serves a point runs at two sizes near the point: as it is, and rounded up with
-several fillings of the padding. What the padding holds may not change a bit of the results. Another size may choose other
-kernels: where these change bits, the results must pass the verification of the plan. Where the padding changes results, it is
-tried once more with zeros in the masks: a mask says which tokens count.
+The proof (:mod:`fusion_advisor.fuse.shapes.proved_sizes`) is of what the model computes. These runs check the kernels: each graph
+that serves a point runs at two sizes near the point, as it is and rounded up with two fillings of the padding. What the padding
+holds may not change a bit of the results. Another size may choose other kernels: where these change bits, the results must pass
+the verification of the plan.
 
 Nobody asked for these runs. They stop when their share of the time is over, and one that fails (no memory, a size that an op
 refuses) leaves the piece as it was, with the reason.
@@ -14,27 +14,25 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fusion_advisor import units
-from fusion_advisor.capture.graph.fx_nodes import draws_numbers, tensors_of
+from fusion_advisor.capture.graph.fx_nodes import draws_numbers
 from fusion_advisor.capture.graph.tracer import writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes
 from fusion_advisor.fuse.cuda_graph.capturable import host_work, place_of, writes_of
-from fusion_advisor.fuse.shapes.padding import CannotPad, Fill, Padding, PadForm, capacities, listed, pad_form, rounded_up
+from fusion_advisor.fuse.shapes.padding import Fill, Padding, PadForm, capacities, listed, rounded_up
 from fusion_advisor.fuse.shapes.pieces import Box, contains
+from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes
 from fusion_advisor.fuse.shapes.serve import Served
-from fusion_advisor.fuse.shapes.trial_inputs import with_turned_ends, without_evidence
 from fusion_advisor.workload.device import is_out_of_memory
 
 _SIZES = 2
 """At which each graph is run."""
-_LARGE = 100.0
-"""Times a normal number: far outside of what a model reads, and no infinity in float16 after a product."""
 _FAILURES = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
 """Of a call at sizes that nobody asked for."""
 WRITES = "the call writes to its arguments (a decode step writes to its static cache), so it would write padding there"
@@ -49,7 +47,7 @@ Pays = Callable[[GraphModule, Sequence[Any], PadForm, Sizes, Sizes], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownPadding:
-    """What was shown of a piece.
+    """What came of the runs of a piece.
 
     Attributes:
         padding: what may be rounded up; None: nothing.
@@ -76,8 +74,8 @@ class ShownPadding:
 
 
 def show_padding(
-    opened: OpenCapture, box: Box, points: Sequence[Served], given: Given, judge: Judge, pays: Pays | None = None,
-    *, names: Sequence[str] | None = None, masked: Sequence[str] = (), budget_s: float | None = None,
+    opened: OpenCapture, box: Box, points: Sequence[Served], proved: ProvedSizes, given: Given, judge: Judge,
+    pays: Pays | None = None, *, names: Sequence[str] | None = None, budget_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ShownPadding:  # fmt: skip
     """Run the graphs of a piece with padding and without, and compare.
@@ -86,11 +84,11 @@ def show_padding(
         opened: the piece's graph.
         box: its sizes.
         points: what runs near which sizes.
+        proved: of which sizes it was proved that padding changes nothing.
         given: makes inputs.
         judge: verifies.
         pays: measures; None: nothing is timed.
-        names: of sizes that were shown before, one by one and together: here they are tried together alone. None: all are tried.
-        masked: of those, the sizes along which masks were padded with zeros.
+        names: of sizes that were run before, one by one and together: here they are run together alone. None: all are run.
         budget_s: no run starts after so many seconds; None: all run.
         clock: tells the time in seconds.
     """
@@ -100,19 +98,16 @@ def show_padding(
         return ShownPadding()
     started = clock()
     reason = next(filter(None, [why_not_tried(opened, point) for point in served]), "")
-    try:
-        form = pad_form(opened)
-    except CannotPad as error:
-        reason = reason or str(error)
-    if reason:
-        return ShownPadding(refused=tuple((name, reason) for name in wanted))
+    refused = [(name, reason or proved.refused.get(name, "")) for name in wanted if reason or name not in proved.names]
+    wanted = [] if reason or (names is not None and refused) else [name for name in wanted if name in proved.names]
+    if proved.form is None or not wanted:
+        return ShownPadding(refused=tuple(refused))
     watch = _Watch(clock=clock, started=started, budget_s=budget_s)
-    form = replace(form, masked=frozenset(masked))
-    trial = _Trial(opened=opened, box=box, points=served, given=given, judge=judge, form=form, watch=watch)
-    found, refused = trial.run(wanted, pays) if names is None else trial.run_together(wanted)
+    trial = _Trial(opened=opened, box=box, points=served, given=given, judge=judge, form=proved.form, watch=watch)
+    found, unequal = trial.run(wanted, pays) if names is None else trial.run_together(wanted)
     modules = tuple(trial.modules)
     padding = Padding(names=tuple(found), form=trial.form, modules=modules) if found and modules else None
-    return ShownPadding(padding=padding, refused=tuple(refused), seconds=watch.seconds())
+    return ShownPadding(padding=padding, refused=(*refused, *unequal), seconds=watch.seconds())
 
 
 def why_not_tried(opened: OpenCapture, point: Served) -> str:
@@ -175,12 +170,6 @@ class _Trial:
             self.points = [point for point, reason in reasons if not reason]
         for name in wanted if self.points else ():
             reason = self._alone_and_with(name, found)
-            if reason and self.form.has_masks(name):
-                before, self.form = self.form, replace(self.form, masked=self.form.masked | {name})
-                if self._alone_and_with(name, found):
-                    self.form = before
-                else:
-                    reason = ""
             if reason:
                 refused.append((name, reason))
             else:
@@ -228,24 +217,17 @@ class _Trial:
             return reason
         own = point.graph_at(_key(self.opened, sizes))
         args = self.given(sizes)
-        if reason := without_evidence(self.opened, self.form, args, names):
-            return reason
-        reason = self._difference_of(own, args, sizes, larger)
-        turned = with_turned_ends(self.form, args)
-        return reason if reason or turned is None else self._difference_of(own, turned, sizes, larger)
-
-    def _difference_of(self, own: GraphModule, args: Sequence[Any], sizes: Sizes, larger: Sizes) -> str:
         with torch.no_grad():
             expected = listed(own.forward(*args))
             first: list[Any] | None = None
-            for fill in (None, *_fillings(self.opened.region.graph)):  # fused kernels hide which integers are counts
+            for fill in (None, _occurring):
                 found = self._padded(own, args, sizes, larger, fill)
                 if found is None:
                     return "an input is not contiguous"
                 if any(_layout(one) != _layout(other) for one, other in zip(found, expected, strict=True)):
                     return "results are laid out in another way"
                 if first is not None and not _are_equal(found, first):
-                    return "what the padding holds changes results"
+                    return "a kernel lets what the padding holds change results"
                 first = found if first is None else first
             problem = ""
             if not _are_equal(first or [], expected):
@@ -305,51 +287,10 @@ def _near(sizes: Sizes, names: Sequence[str], box: Box) -> Iterator[dict[str, in
             yield found
 
 
-def _fillings(module: GraphModule) -> Iterator[Fill]:
-    """Yield ways to fill padding: rows that occur, in two orders, and large numbers.
-
-    An integer may be the place of a row in a table, and so may the difference of two: whole rows that the call holds, the same
-    ones of all its tensors, are sure to be places. Where a graph computes integers from floats, these stay as they occur too: a
-    GPU that reads outside of a table ends its process.
-    """
-    yield _occurring(seed=0)
-    yield _occurring(seed=1)
-    if not any(map(_makes_places, module.graph.nodes)):
-        yield functools.partial(_large, scale=_LARGE)
-        yield functools.partial(_large, scale=-_LARGE)  # what asks whether a number is above another one sees both
-
-
-def _occurring(seed: int) -> Fill:
-    def fill(like: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-        numbers = torch.Generator().manual_seed(seed)
-        places = torch.randint(like.shape[dim], (count,), generator=numbers)
-        return like.index_select(dim, places.to(like.device))
-
-    return fill
-
-
-def _large(like: torch.Tensor, dim: int, count: int, scale: float) -> torch.Tensor:
-    shape = (*like.shape[:dim], count, *like.shape[dim + 1 :])
-    if not like.is_floating_point():
-        return like.narrow(dim, like.shape[dim] - 1, 1).expand(shape)
-    numbers = torch.Generator().manual_seed(2)
-    return (torch.randn(shape, generator=numbers) * scale).to(like.device, like.dtype)
-
-
-_BOUNDED = frozenset({"argmax", "argmin", "argsort", "bucketize", "max", "min", "searchsorted", "sort", "topk"})
-"""Ops whose integers lie in their operands, whatever these hold."""
-
-
-def _makes_places(node: Node) -> bool:
-    """Whether an op makes integers of floats, which may be places in a table then."""
-    made = {value.dtype for value in tensors_of(node.meta.get("val")) if not value.is_floating_point()} - {torch.bool}
-    if node.op != "call_function" or not made:
-        return False
-    name = getattr(node.target, "_schema", None)
-    is_bounded = name is not None and name.name.partition("::")[2] in _BOUNDED
-    return not is_bounded and any(
-        value.is_floating_point() for source in node.all_input_nodes for value in tensors_of(source.meta.get("val"))
-    )
+def _occurring(like: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Fill padding with whole rows of the call in another order: what they hold is sure to be a place in a table."""
+    numbers = torch.Generator().manual_seed(0)
+    return like.index_select(dim, torch.randint(like.shape[dim], (count,), generator=numbers).to(like.device))
 
 
 def _text(sizes: Sizes) -> str:

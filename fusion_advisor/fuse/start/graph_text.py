@@ -21,8 +21,8 @@ from fusion_advisor.capture.graph.layout_copies import LAID_OUT
 from fusion_advisor.capture.graph.split_bias import WRITTEN_OUT
 from fusion_advisor.capture.series.as_images import SHOWN_FOR
 from fusion_advisor.fuse.start.described import CannotDescribe
-from fusion_advisor.runtime.torch_internals import fake_mode, fx_trace, symbolic_sizes, tensor_memory
-from fusion_advisor.runtime.torch_internals.symbolic_sizes import OpenSizes
+from fusion_advisor.runtime.torch_internals import fake_mode, fx_trace, stored_sizes, symbolic_sizes, tensor_memory
+from fusion_advisor.runtime.torch_internals.stored_sizes import OpenSizes
 
 _MARKS = (LAID_OUT, WRITTEN_OUT, SHOWN_FOR)
 """What rewrites of layouts leave on nodes."""
@@ -132,7 +132,7 @@ class _Writer:
 
     def _size(self, size: Any) -> Any:
         try:
-            return symbolic_sizes.plain(symbolic_sizes.expression_of(size), self._symbols)
+            return stored_sizes.plain(symbolic_sizes.expression_of(size), self._symbols)
         except ValueError as error:
             raise CannotDescribe(str(error)) from error
 

@@ -29,7 +29,7 @@ from fusion_advisor.fuse.start.record import has_hooks, versions
 from fusion_advisor.fuse.start.tree_text import decode_tree
 from fusion_advisor.fuse.start.untraced_call import Traced, UntracedCall, tensor_of
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, module_call
-from fusion_advisor.runtime.torch_internals.symbolic_sizes import OpenSizes
+from fusion_advisor.runtime.torch_internals.stored_sizes import OpenSizes
 from fusion_advisor.workload.load import LoadedWorkload
 
 

@@ -12,8 +12,8 @@ from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, dim_si
 from fusion_advisor.fuse.start.call_tensors import Given
 from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.guard_tree import Differs
-from fusion_advisor.runtime.torch_internals import symbolic_sizes
-from fusion_advisor.runtime.torch_internals.symbolic_sizes import OpenSizes
+from fusion_advisor.runtime.torch_internals import stored_sizes, symbolic_sizes
+from fusion_advisor.runtime.torch_internals.stored_sizes import OpenSizes
 
 Source = int | str | list[int]
 """What an input of a graph is: the place of a tensor of the call, the name of one of the model's, or [place, dim] of a size."""
@@ -87,7 +87,7 @@ def described_sizes(opened: OpenCapture | None, given: Given) -> DescribedSizes:
 
 def _plain(expression: Any, symbols: Sequence[Any]) -> Any:
     try:
-        return symbolic_sizes.plain(expression, symbols)
+        return stored_sizes.plain(expression, symbols)
     except ValueError as error:
         raise CannotDescribe(str(error)) from error
 
@@ -110,4 +110,4 @@ def sizes_from(data: Mapping[str, Any] | None, sizes: Sizes, tensors: Sequence[t
     found = [tensors[place].shape[dim] for place, dim in data["places"]]
     if now != found:
         raise Differs(f"the call's sizes are {found}, and were {now}")
-    return symbolic_sizes.open_sizes(now, data["bounds"], data["guards"])
+    return stored_sizes.open_sizes(now, data["bounds"], data["guards"])

@@ -40,7 +40,7 @@ def _padded(piece: ShapePiece) -> list[str]:
         f"{name}{f' ({_capacities(known[name])})' if known.get(name) else ''}{_MASKED if name in piece.masked else ''}"
         for name in piece.padded
     ]
-    return [f"padded to the next {' and '.join(names)}. Padded and not, the results were the same."] if names else []
+    return [f"padded to the next {' and '.join(names)}. The graph proves that padding changes nothing."] if names else []
 
 
 def _not_padded(piece: ShapePiece) -> list[str]:

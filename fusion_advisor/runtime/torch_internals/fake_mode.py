@@ -12,7 +12,7 @@ from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from fusion_advisor.runtime.torch_internals.symbolic_sizes import OpenSizes
+from fusion_advisor.runtime.torch_internals.stored_sizes import OpenSizes
 
 
 def fake_mode_of(values: list[Any]) -> contextlib.AbstractContextManager[Any]:

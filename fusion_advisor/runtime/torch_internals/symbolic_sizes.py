@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # torch needs it
 import torch
-from torch.utils._sympy import functions
 
 Expression = Any
 """A sympy expression; equal ones compare equal and hash alike."""
@@ -125,6 +123,81 @@ def is_not_one(size: Any) -> Expression:
     return sympy.Ne(expression_of(size), 1) if isinstance(size, torch.SymInt) else size != 1
 
 
+def written_out(expression: Expression, replaced: Mapping[Any, Any]) -> Expression:
+    """Return an expression as a sum of products, so that equal ones are written alike.
+
+    Args:
+        expression: of sizes; a number is its own.
+        replaced: expressions that are others.
+    """
+    if isinstance(expression, bool | int | float):
+        return expression
+    return _written_out(expression, tuple(replaced.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_out(expression: Any, replaced: tuple[tuple[Any, Any], ...]) -> Expression:
+    whole = expression.xreplace(dict(replaced)).replace(_is_division, _divided)
+    found = sympy.expand(whole)
+    return int(found) if found.is_Integer else found
+
+
+def _is_division(expression: Any) -> bool:
+    return type(expression).__name__ == "FloorDiv"
+
+
+def _divided(expression: Any) -> Any:
+    """Return what a size is divided by another one, where nothing is left; torch leaves (s * s) // s as it is."""
+    found = quotient(*expression.args)
+    return expression if found is None else sympy.sympify(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def quotient(size: Expression, by: Expression) -> Expression | None:
+    """Return what a size is times another one; None where it is no whole number of times for all sizes."""
+    if isinstance(size, int) and isinstance(by, int):
+        return size // by if by and size % by == 0 else None
+    found = sympy.cancel(sympy.sympify(size) / sympy.sympify(by))
+    top, bottom = sympy.fraction(sympy.together(found))
+    if bottom != 1:
+        return None
+    found = sympy.expand(top)
+    return int(found) if found.is_Integer else found
+
+
+def is_at_least(expression: Expression, least: int) -> bool:
+    """Whether an expression is a number or more at all sizes; False where that cannot be told."""
+    return bool(sympy.sympify(expression - least).is_nonnegative)
+
+
+def equalities_of(guards: Iterable[Expression]) -> dict[Any, Any]:
+    """Return which computed sizes are others by what was taken for granted: Min(64, s) is s where the model has 64 positions."""
+    pairs = [(guard.lhs, guard.rhs) for guard in guards if isinstance(guard, sympy.Eq)]
+    whole = [(one, other) if other.is_symbol else (other, one) for one, other in pairs if one.is_symbol or other.is_symbol]
+    return {one: other for one, other in whole if not one.is_symbol}
+
+
+def rises(expression: Expression, symbols: Collection[Any]) -> bool:
+    """Whether a size never shrinks where symbols grow; False where that cannot be told."""
+    if isinstance(expression, int) or not symbols_in(expression) & set(symbols):
+        return True
+    parts = expression.args
+    if not parts:
+        return True
+    is_first_alone = type(expression).__name__ in ("FloorDiv", "CeilDiv") or (expression.is_Pow and parts[1].is_nonnegative)
+    if is_first_alone:
+        return rises(parts[0], symbols) and not symbols_in(parts[1]) & set(symbols) and bool(parts[1].is_nonnegative)
+    if expression.is_Mul and not all(part.is_nonnegative for part in parts):
+        return False
+    is_known = expression.is_Add or expression.is_Mul or type(expression).__name__ in ("Min", "Max")
+    return is_known and all(rises(part, symbols) for part in parts)
+
+
+def symbols_under(size: object) -> set[Any]:
+    """Return the symbols that a size, or a number computed from sizes, depends on; none of anything else."""
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else set()
+
+
 def symbols_in(expression: Expression) -> set[Any]:
     """Return the symbols of an expression."""
     return set() if isinstance(expression, bool | int | float) else set(expression.free_symbols)
@@ -170,170 +243,3 @@ def why_fixed(error: Exception) -> str | None:
         tensor = fixed[1].replace("']['", ".").replace("'", "")
         return f"the model takes size {fixed[3]} of `{tensor}`, dim {fixed[2]}, for a constant"
     return lines[0] if lines else str(error).splitlines()[0]
-
-
-# -- in plain data, and back -------------------------------------------------------------------------------------------------
-
-_PARTS = {
-    f"{one.__module__.partition('.')[0]}.{one.__name__}": one
-    for one in (
-        sympy.Add, sympy.Mul, sympy.Min, sympy.Max, sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge,
-        sympy.And, sympy.Or, sympy.Not, functions.FloorDiv, functions.CleanDiv, functions.Mod, functions.PythonMod,
-        functions.ModularIndexing, functions.Min, functions.Max,
-    )
-}  # fmt: skip
-_POWER = "power"
-_MOST_POWER = 8
-"""A larger one is no size of a tensor, and may take for ever to compute."""
-
-
-def plain(expression: Expression, symbols: Sequence[Any]) -> Any:
-    """Return an expression as plain data: a number, or a name with its parts.
-
-    Args:
-        expression: of sizes.
-        symbols: a symbol is written as its place among them.
-
-    Raises:
-        ValueError: it holds a symbol that is not among them, or a function that is not known here.
-    """
-    if isinstance(expression, bool | int):
-        return expression
-    if isinstance(expression, sympy.Integer):
-        return int(expression)
-    if expression in (sympy.true, sympy.false):
-        return bool(expression)
-    if expression in symbols:
-        return ["", symbols.index(expression)]
-    if isinstance(expression, sympy.Pow) and expression.exp in range(2, _MOST_POWER + 1):
-        return [_POWER, plain(expression.base, symbols), int(expression.exp)]
-    kind = type(expression)
-    name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
-    if _PARTS.get(name) is not kind:
-        raise ValueError(f"a size like {expression}")
-    return [name, *(plain(part, symbols) for part in expression.args)]
-
-
-def expression_from(data: Any, symbols: Sequence[Any]) -> Expression:
-    """Return the expression that :func:`plain` wrote; no text is evaluated.
-
-    Args:
-        data: from whoever wrote a file.
-        symbols: by place.
-
-    Raises:
-        LookupError, TypeError, ValueError: it is no such data.
-    """
-    if isinstance(data, bool):
-        return sympy.true if data else sympy.false
-    if isinstance(data, int):
-        return sympy.Integer(data)
-    name, *parts = data
-    if name == "":
-        (place,) = parts
-        return symbols[range(len(symbols)).index(place)]
-    if name == _POWER:
-        base, exponent = parts
-        if exponent not in range(2, _MOST_POWER + 1):
-            raise ValueError(f"a power of {exponent!r:.20}")
-        return expression_from(base, symbols) ** exponent
-    return _PARTS[name](*(expression_from(part, symbols) for part in parts))
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSizes:
-    """Symbols in an environment of their own.
-
-    Attributes:
-        environment: where they live.
-        symbols: in order.
-        now: the size that each has in one call.
-    """
-
-    environment: Any
-    symbols: tuple[Any, ...]
-    now: tuple[int, ...]
-
-    def expression(self, data: Any) -> Expression:
-        """Return an expression from plain data."""
-        return expression_from(data, self.symbols)
-
-    def size(self, data: Any) -> Any:
-        """Return a size from plain data, open where it is no number.
-
-        Raises:
-            LookupError, TypeError, ValueError: it is none.
-        """
-        if type(data) is int:
-            return data
-        expression = self.expression(data)
-        if _is_truth(expression):
-            raise ValueError(f"a truth value for a size, {expression}")
-        return self.environment.create_symintnode(expression, hint=self.number(data))
-
-    def truth(self, data: Any) -> Any:
-        """Return a truth value from plain data, open where it follows from sizes.
-
-        Raises:
-            LookupError, TypeError, ValueError: it is none.
-        """
-        expression = self.expression(data)
-        if not _is_truth(expression):
-            raise ValueError(f"a number for a truth value, {expression}")
-        return self.environment.create_symboolnode(expression) if expression.free_symbols else bool(expression)
-
-    def number(self, data: Any) -> int:
-        """Return what a size is in the one call.
-
-        Raises:
-            LookupError, TypeError, ValueError: it is none.
-        """
-        if type(data) is int:
-            return data
-        found = at_sizes(self.expression(data), dict(zip(self.symbols, self.now, strict=True)))
-        if type(found) is not int:
-            raise ValueError(f"a size of {found}")
-        return found
-
-    def number_of(self, size: Any) -> Any:
-        """Return what an open size is in the one call; another size as it is."""
-        return at_sizes(expression_of(size), dict(zip(self.symbols, self.now, strict=True)))
-
-    def unguarded(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which no question about a size becomes a guard: the layouts are those of a trace."""
-        suppressed: contextlib.AbstractContextManager[None] = self.environment.suppress_guards()
-        return suppressed
-
-
-def _is_truth(expression: Expression) -> bool:
-    """Whether an expression is a truth value; a symbol of sympy's may be one, and none of dynamo's is."""
-    return isinstance(expression, sympy.logic.boolalg.Boolean) and not expression.is_symbol
-
-
-def open_sizes(now: Sequence[int], bounds: Sequence[tuple[int, int]], guards: Sequence[Any]) -> OpenSizes:
-    """Make symbols for sizes, of which as much is known as was of others.
-
-    Args:
-        now: the size of each in one call.
-        bounds: the least and the most of each, -1 where it is not known: see :func:`range_of`.
-        guards: what was taken for granted of them, in plain data.
-
-    Raises:
-        LookupError, TypeError, ValueError: what was taken for granted is not true of that call.
-    """
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-
-    environment = ShapeEnv()
-    symbols = tuple(
-        environment.create_symbol(
-            size, ConstantSource(f"size{place}"), dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
-        )
-        for place, size in enumerate(now)
-    )
-    known = [symbol >= least for symbol, (least, _) in zip(symbols, bounds, strict=True) if least > 0]
-    known += [symbol <= most for symbol, (_, most) in zip(symbols, bounds, strict=True) if most >= 0]
-    for one in (*known, *(expression_from(guard, symbols) for guard in guards)):
-        if not environment.evaluate_expr(one):
-            raise ValueError(f"{one} is not true of {now}")
-    return OpenSizes(environment, symbols, tuple(now))

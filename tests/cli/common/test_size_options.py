@@ -50,7 +50,6 @@ def test_a_file_may_ask_for_ranges(run: Run, fake: Core) -> None:
     ("arguments", "says", "hint"),
     [
         (("--points", "batch=1"), "--points names sizes of --shapes, and there is no --shapes", "write --shapes"),
-        (("--pad-sizes",), "--pad-sizes pads sizes of --shapes, and there is no --shapes", "write --shapes"),
         (("--shapes", "batch"), "batch has no range", "write --shapes"),
         (("--shapes", "batch=0..4"), "batch begins at 0", ""),
         (("--shapes", "batch=4..2"), "batch=4..2 holds no size", "least size first"),

@@ -42,7 +42,7 @@ class Logits(Mlp):
         return self.down(torch.nn.functional.gelu(self.up(x) * 1.5, approximate="tanh")).unflatten(0, (-1, 1))
 
 
-def ranged(maker=Mlp, limit=4, shapes="batch=2..64", args=None, has_graphs=True, kwargs=None, pads=True):
+def ranged(maker=Mlp, limit=4, shapes="batch=2..64", args=None, has_graphs=True, kwargs=None):
     """A model that serves ranges of its batch, its graphs and the recorder; its example is 5 rows."""
     torch.compiler.reset()
     model, recorder = maker().eval(), FakeRecorder()
@@ -51,7 +51,7 @@ def ranged(maker=Mlp, limit=4, shapes="batch=2..64", args=None, has_graphs=True,
     graphs = Graphs(recorder, limit=limit) if has_graphs else None
     fused = FusedModel(model, live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, kwargs, graphs=graphs)
     loaded = describe_live(model, args, kwargs)
-    options = ApplyOptions(shapes=read_shapes(shapes), keep="verified", compile=False, pad_sizes=pads)
+    options = ApplyOptions(shapes=read_shapes(shapes), keep="verified", compile=False)
     calls = check_ranges(loaded, options)
     fused.found, _ = serve_shapes(fused, loaded, options, calls, measure_bandwidth(torch.device("cpu")), Progress())
     return fused.apply(), recorder

@@ -24,6 +24,7 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.restore_shapes import restore_shapes
 from fusion_advisor.fuse.shapes.padding import capacity, rounded_up
+from fusion_advisor.fuse.shapes.proved_sizes import prove_sizes
 from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.show_padding import show_padding
 from fusion_advisor.records import SizeRange
@@ -148,14 +149,15 @@ def test_tokens_that_look_ahead_are_not_padded_but_rows_are():
         rows = fused.found.pieces
         assert {name for row in rows for name in row.padded} == {"batch"}
         reasons = {reason for row in rows for name, reason in row.not_padded if name == "seq"}
-        assert reasons and all("what the padding holds changes results at" in reason for reason in reasons)
+        assert reasons and all(
+            "the model attends to all of `seq`, padding too, without a mask, in `scaled" in reason for reason in reasons
+        )
 
 
 @needs_compiler
-@pytest.mark.parametrize("how", [{"has_graphs": False}, {"pads": False}], ids=["no graphs", "not asked for"])
-def test_no_padding_where_calls_are_no_graphs_or_none_is_asked_for(how):
+def test_no_padding_where_calls_are_no_graphs():
     with torch.no_grad():
-        fused, _ = ranged(**how)
+        fused, _ = ranged(has_graphs=False)
         assert all(piece.padding is None for piece in fused.shapes[0].pieces)
         assert is_right(fused, 33) and is_right(fused, 34)
 
@@ -237,7 +239,7 @@ def test_only_points_near_which_it_pays_are_padded(is_paying):
             return given(sizes)
 
         box = (SizeRange(name="batch", least=2, most=64),)
-        shown = show_padding(opened, box, [point], noted, judge, pays)
+        shown = show_padding(opened, box, [point], prove_sizes(opened, box), noted, judge, pays)
     assert bool(compared) is is_paying  # results of what does not pay are not compared
     assert asked == [(True, {"batch": 33}, {"batch": 40})]
     assert shown.serves(point) is is_paying
@@ -298,7 +300,7 @@ def test_real_graphs_of_a_capacity_give_what_the_original_ops_give():
         graphs = Graphs(CudaRecorder())
         fused = FusedModel(model, live.regions, Bench(live, on_cuda=True).build((), ()).modules, loaded_args, {}, graphs=graphs)
         loaded = describe_live(model, loaded_args)
-        options = ApplyOptions(shapes=read_shapes("batch=2..16,seq=2..256"), keep="verified", compile=False, pad_sizes=True)
+        options = ApplyOptions(shapes=read_shapes("batch=2..16,seq=2..256"), keep="verified", compile=False)
         found, _ = serve_shapes(
             fused, loaded, options, check_ranges(loaded, options), measure_bandwidth(torch.device("cuda")), Progress()
         )  # fmt: skip
@@ -324,5 +326,7 @@ def test_the_trial_of_the_clock_records_and_times_a_larger_graph():
         opened = capture_open(model, given, kwargs, call.dims)
         point = Served(sizes={"batch": 9, "seq": 9}, module=opened.region.graph)
         box = (SizeRange(name="batch", least=2, most=16), SizeRange(name="seq", least=2, most=64))
-        shown = show_padding(opened, box, [point], *trial_of(call, opened), faster_than_launches(MEASURED))
+        shown = show_padding(
+            opened, box, [point], prove_sizes(opened, box), *trial_of(call, opened), faster_than_launches(MEASURED)
+        )
     assert shown.padding is not None or any("the larger graph" in reason for _, reason in shown.refused), shown.refused

@@ -1,7 +1,8 @@
-"""Trials of padding on models that it could harm: places in tables, masks, random numbers, state; and how a trial ends early."""
+"""Padding of models that it could harm, and runs that check what was proved: tables, masks, random numbers, state."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from dataclasses import replace
@@ -17,6 +18,7 @@ from fusion_advisor.fuse.live.padding_trial import faster_than_launches, trial_o
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.shapes.padding import capacities, pad_form
+from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes, prove_sizes
 from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.show_padding import show_padding
 from fusion_advisor.records import SizeRange
@@ -66,11 +68,11 @@ class Steps(Rows):
 
 
 class Masked(Rows):
-    """A row whose mask keeps nothing is NaN, and rows read each other's NaN."""
+    """A row whose mask keeps nothing is NaN."""
 
     def forward(self, x, mask):
         kept = torch.softmax(x.masked_fill(~mask, float("-inf")), -1)
-        return self.mlp(kept @ self.table.weight) + 0 * kept.sum()
+        return self.mlp(kept @ self.table.weight)
 
 
 LOW = torch.tensor([[3], [0], [7], [1], [5]])
@@ -149,14 +151,16 @@ def test_tokens_that_a_mask_leaves_out_are_padded(maker, names, masked):
         assert fused.graphs.padded == (3 if masked else 0) and fused.fallbacks == {}
 
 
-def test_zeros_in_a_mask_are_shown_not_believed():
+def test_zeros_in_a_mask_are_proved_not_believed():
     with torch.no_grad():
         kwargs = named(torch.randint(0, 50, (3, 7)), torch.zeros(3, 7, dtype=torch.int64))
         call, opened, point = piece_of(Ignores, "batch=2..64,seq=2..64", (), kwargs)
         assert pad_form(opened).has_masks("seq")
-        shown = show_padding(opened, call.ranges, [point], *trial_of(call, opened))
-        known = show_padding(opened, call.ranges, [point], *trial_of(call, opened), names=("seq",), masked=("seq",))
-    assert shown.names == ("batch",) and "changes results" in dict(shown.refused)["seq"]
+        shown = show_padding(opened, call.ranges, [point], prove_sizes(opened, call.ranges), *trial_of(call, opened))
+        known = show_padding(
+            opened, call.ranges, [point], prove_sizes(opened, call.ranges), *trial_of(call, opened), names=("seq",)
+        )
+    assert shown.names == ("batch",) and "its mask may let padding through" in dict(shown.refused)["seq"]
     assert shown.padding.form.masked == frozenset() and known.padding is None
 
 
@@ -187,17 +191,17 @@ class AddsTypes(Counts):
 @pytest.mark.parametrize(
     ("maker", "name", "value", "names", "reason"),
     [
-        (Counts, "attention_mask", torch.ones(3, 7, dtype=torch.int64), (), "changes results"),
-        (Counts, "attention_mask", torch.ones(3, 7, dtype=torch.bool), (), "changes results"),
-        (CountsTypes, "types", torch.zeros(3, 7, dtype=torch.int64), (), "`types` holds one number alone in the example"),
+        (Counts, "attention_mask", torch.ones(3, 7, dtype=torch.int64), (), "together, padding too, in `sum` at "),
+        (Counts, "attention_mask", torch.ones(3, 7, dtype=torch.bool), (), "together, padding too, in `sum` at "),
+        (CountsTypes, "types", torch.zeros(3, 7, dtype=torch.int64), (), "together, padding too, in `sum` at "),
         (AddsTypes, "types", torch.zeros(3, 7, dtype=torch.int64), ("batch", "seq"), ""),
     ],
 )
-def test_an_example_of_one_number_alone_is_no_evidence(maker, name, value, names, reason):
+def test_what_an_example_hides_is_seen_in_the_graph(maker, name, value, names, reason):
     with torch.no_grad():
         kwargs = {"input_ids": torch.randint(0, 50, (3, 7)), name: value}
         call, opened, point = piece_of(maker, "batch=2..64,seq=2..64", (), kwargs)
-        shown = show_padding(opened, call.ranges, [point], *trial_of(call, opened))
+        shown = show_padding(opened, call.ranges, [point], prove_sizes(opened, call.ranges), *trial_of(call, opened))
     assert shown.names == names and all(reason in text for _, text in shown.refused)
 
 
@@ -213,9 +217,25 @@ def test_rows_that_a_limit_counts_are_not_padded():
     with torch.no_grad():
         fused, _ = ranged(Above)
         (row,) = [row for row in fused.found.pieces if row.points]
-        assert row.padded == () and "what the padding holds changes results" in dict(row.not_padded)["batch"]
+        assert row.padded == () and "takes all of `batch` together, padding too" in dict(row.not_padded)["batch"]
         x = torch.full((37, 32), 5.0)
         assert torch.allclose(fused(x), fused._original(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_kernel_that_reads_padding_fails_its_run_whatever_was_proved():
+    with torch.no_grad():
+        call, opened, point = piece_of()
+        broken = copy.deepcopy(point.module)
+        (output,) = (node for node in broken.graph.nodes if node.op == "output")
+        ((result,),) = output.args
+        with broken.graph.inserting_before(output):
+            most = broken.graph.call_function(torch.ops.aten.sum.dim_IntList, (result, [0]))
+            output.args = ((broken.graph.call_function(torch.ops.aten.sub.Tensor, (result, most)),),)
+        broken.recompile()
+        proved = prove_sizes(opened, call.ranges)
+        shown = show_padding(opened, call.ranges, [replace(point, module=broken)], proved, *trial_of(call, opened))
+    assert proved.names == ["batch"] and shown.padding is None
+    assert "a kernel lets what the padding holds change results" in dict(shown.refused)["batch"]
 
 
 class Draws(Mlp):
@@ -238,7 +258,7 @@ def piece_of(maker=Mlp, shapes="batch=2..64", args=None, kwargs=None):
     (call,) = check_ranges(loaded, ApplyOptions(shapes=read_shapes(shapes)))
     sizes = {one.name: 5 for one in call.ranges}
     given, kwargs = call.at(sizes)
-    opened = capture_open(model, given, kwargs, call.dims)
+    opened = capture_open(model, given, kwargs, call.dims, with_lines=True)
     point = Served(sizes=dict.fromkeys(sizes, 33), module=opened.region.graph)
     return call, opened, point
 
@@ -248,7 +268,7 @@ def test_a_call_that_draws_random_numbers_is_not_run(maker):
     with torch.no_grad():
         call, opened, point = piece_of(maker)
         before = torch.get_rng_state()
-        shown = show_padding(opened, call.ranges, [point], *trial_of(call, opened))
+        shown = show_padding(opened, call.ranges, [point], prove_sizes(opened, call.ranges), *trial_of(call, opened))
     assert shown.padding is None and "it draws random numbers in `" in dict(shown.refused)["batch"]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -286,7 +306,7 @@ def test_a_call_for_which_the_host_waits_is_not_run():
         where = next(node for node in point.module.graph.nodes if node.op == "call_function")
         with point.module.graph.inserting_before(where):
             point.module.graph.call_function(torch.ops.aten.nonzero.default, (where.all_input_nodes[0],))
-        shown = show_padding(opened, call.ranges, [point], *trial_of(call, opened))
+        shown = show_padding(opened, call.ranges, [point], prove_sizes(opened, call.ranges), *trial_of(call, opened))
     assert "the host waits for a value of the device" in dict(shown.refused)["batch"] and shown.padding is None
 
 
@@ -295,8 +315,12 @@ def test_the_trial_ends_with_its_share_of_the_time_and_says_so():
     with torch.no_grad():
         call, opened, point = piece_of()
         trial = trial_of(call, opened)
-        shown = show_padding(opened, call.ranges, [point], *trial, budget_s=2, clock=lambda: next(times))
-        whole = show_padding(opened, call.ranges, [point], *trial, budget_s=50, clock=lambda: next(times))
+        shown = show_padding(
+            opened, call.ranges, [point], prove_sizes(opened, call.ranges), *trial, budget_s=2, clock=lambda: next(times)
+        )
+        whole = show_padding(
+            opened, call.ranges, [point], prove_sizes(opened, call.ranges), *trial, budget_s=50, clock=lambda: next(times)
+        )
     assert shown.padding is None  # one of two sizes was compared: that shows nothing
     assert dict(shown.refused) == {"batch": "its trial was cut short after 2.0 s, its share of the time"}
     assert whole.padding is not None and whole.refused == () and whole.seconds > 2
@@ -316,8 +340,10 @@ def test_what_a_saved_plan_pads_is_tried_together_alone():
             asked.append(sizes)
             return given(sizes)
 
-        shown = show_padding(opened, call.ranges, [point], noted, judge, names=("batch",))
-        refused = show_padding(opened, call.ranges, [point], noted, judge, names=("batch",), budget_s=0)
+        shown = show_padding(opened, call.ranges, [point], prove_sizes(opened, call.ranges), noted, judge, names=("batch",))
+        refused = show_padding(
+            opened, call.ranges, [point], prove_sizes(opened, call.ranges), noted, judge, names=("batch",), budget_s=0
+        )
     assert shown.padding.names == ("batch",) and len(asked) == 2
     assert refused.padding is None and "cut short" in dict(refused.refused)["batch"]
 
@@ -338,8 +364,8 @@ def test_a_larger_call_that_fails_leaves_the_piece_as_it_was(error, reason):
         def fails(*_):
             raise error
 
-        shown = show_padding(opened, call.ranges, [point], fails, judge)
-        timed = show_padding(opened, call.ranges, [point], given, judge, fails)
+        shown = show_padding(opened, call.ranges, [point], prove_sizes(opened, call.ranges), fails, judge)
+        timed = show_padding(opened, call.ranges, [point], prove_sizes(opened, call.ranges), given, judge, fails)
     assert shown.padding is None and dict(shown.refused) == {"batch": reason}
     assert timed.padding is None and dict(timed.refused) == {"batch near batch=33": reason}
 
@@ -353,7 +379,7 @@ def test_a_fault_of_the_device_ends_the_run():
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
         with pytest.raises(torch.AcceleratorError):
-            show_padding(opened, call.ranges, [point], faults, judge)
+            show_padding(opened, call.ranges, [point], prove_sizes(opened, call.ranges), faults, judge)
 
 
 def test_a_graph_that_was_timed_is_freed_and_its_results_are_copied():
@@ -389,9 +415,9 @@ def test_a_cache_that_grows_is_not_tried_and_says_why():
     with torch.no_grad():
         call, opened, point = piece_of()
         growing = replace(call, name="decode")
-        shown = tried_padding(growing, opened, call.ranges, [point], MEASURED, spent_s=0.0, is_timed=False)
+        shown = tried_padding(growing, opened, call.ranges, [point], ProvedSizes(), MEASURED, spent_s=0.0, is_timed=False)
         nothing = tried_padding(
-            growing, opened, call.ranges, [replace(point, module=None)], MEASURED, spent_s=0.0, is_timed=False
+            growing, opened, call.ranges, [replace(point, module=None)], ProvedSizes(), MEASURED, spent_s=0.0, is_timed=False
         )  # fmt: skip
     assert dict(shown.refused)["batch"].startswith("each call makes new tensors of its cache")
     assert nothing.refused == ()  # the original ops run there: nothing would share a graph
@@ -414,7 +440,8 @@ def test_what_the_trial_held_on_a_gpu_is_given_back():
         point = Served(sizes={"batch": 33}, module=opened.region.graph)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        shown = tried_padding(call, opened, call.ranges, [point], MEASURED, spent_s=60.0, is_timed=True)
+        proved = prove_sizes(opened, call.ranges)
+        shown = tried_padding(call, opened, call.ranges, [point], proved, MEASURED, spent_s=60.0, is_timed=True)
         torch.cuda.empty_cache()
     assert shown.names == ("batch",) or "the larger graph" in shown.refused[0][1], shown.refused
     assert 0 < shown.seconds < 60
@@ -431,6 +458,6 @@ def test_places_in_tables_stay_inside_them_on_a_gpu(maker):
         given, kwargs = call.at({"batch": 5})
         opened = capture_open(model, given, kwargs, call.dims)
         point = Served(sizes={"batch": 33}, module=opened.region.graph)
-        shown = show_padding(opened, call.ranges, [point], *trial_of(call, opened))
+        shown = show_padding(opened, call.ranges, [point], prove_sizes(opened, call.ranges), *trial_of(call, opened))
         torch.cuda.synchronize()  # a read outside of a table is heard of here
     assert shown.names == ("batch",), shown.refused

@@ -12,7 +12,7 @@ def test_each_piece_names_its_capacities_or_its_reason() -> None:
     lines = padding_lines(padded_shapes())
     assert lines[0] == (
         "batch 2..16, seq 2..4096: padded to the next batch (2, 3, 4, 5, 6, 8, 16) and "
-        "seq (8, 16, 24, 32, 40 … 4,032: 39 sizes). Padded and not, the results were the same."
+        "seq (8, 16, 24, 32, 40 … 4,032: 39 sizes). The graph proves that padding changes nothing."
     )
     assert lines[1] == (
         "batch 2..16, seq 2..4096: calls near batch 16, seq 1024 are not padded: "
@@ -43,11 +43,11 @@ def test_what_the_trial_took() -> None:
 def test_masks_that_are_padded_with_zeros_are_named() -> None:
     made = padded_shapes()
     (first, *_) = padding_lines(replace(made, pieces=(replace(made.pieces[0], masked=("seq",)),)))
-    assert "and seq (8, 16, 24, 32, 40 … 4,032: 39 sizes) with zeros in the masks. Padded and not" in first
+    assert "and seq (8, 16, 24, 32, 40 … 4,032: 39 sizes) with zeros in the masks. The graph proves" in first
 
 
 def test_nothing_where_nothing_runs_as_a_graph_and_names_alone_of_an_earlier_version() -> None:
     assert padding_lines(shapes()) == () and padding_cost(shapes()) == ""
     first, *rest = shapes().pieces
     (line,) = padding_lines(replace(shapes(), pieces=(replace(first, padded=("batch",)), *rest)))
-    assert line == "batch 2..16, seq 2..4096: padded to the next batch. Padded and not, the results were the same."
+    assert line == "batch 2..16, seq 2..4096: padded to the next batch. The graph proves that padding changes nothing."

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+import sympy
 import torch
 
 from fusion_advisor.runtime.torch_internals import dynamo, symbolic_sizes
-from fusion_advisor.runtime.torch_internals.symbolic_sizes import (
-    assumption_count,
-    expression_from,
-    expression_of,
-    is_size,
-    open_sizes,
-    plain,
-    range_of,
-)
 from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
 
 
@@ -96,41 +86,31 @@ def test_a_size_that_the_model_fixes_is_named():
     assert symbolic_sizes.why_fixed(ValueError("no")) is None
 
 
-def test_expressions_are_written_and_read_without_text():
-    sizes = open_sizes([6, 5], [(0, -1), (2, 64)], [["sympy.Unequality", ["", 0], 1]])
-    rows, width = sizes.symbols
-    assert range_of(sizes.environment, width) == (2, 64) and assumption_count(sizes.environment)[0] >= 2
-    for expression in (rows + 1, rows * width * 4, rows**2, 3 * rows + width * (rows - 1)):
-        data = json.loads(json.dumps(plain(expression, sizes.symbols)))
-        assert expression_from(data, sizes.symbols) == expression
-        assert sizes.size(data).node.expr == expression and sizes.number(data) == int(expression.subs({rows: 6, width: 5}))
-    half = expression_of(sizes.size(["", 0]) // 2)
-    assert sizes.number(plain(half, sizes.symbols)) == 3
-    truth = sizes.truth(["sympy.Unequality", ["", 1], 3])
-    assert is_size(truth) and sizes.truth(True) is True
+def test_sizes_are_compared_parted_and_known_to_rise():
+    values, _ = traced(lambda x: x.unfold(0, 3, 2) * 2 + x[0, 0] * x.shape[0], torch.randn(9, 7))
+    windows = next(value for value in reversed(values) if isinstance(value, torch.Tensor)).shape[0]
+    rows, columns = next(value for value in values if isinstance(value, torch.Tensor)).shape
+    row, column, window = (symbolic_sizes.expression_of(size) for size in (rows, columns, windows))
+    assert symbolic_sizes.written_out(2 * (row + 1) - 2, {}) == 2 * row
+    assert symbolic_sizes.written_out(row * column, {column: 7}) == 7 * row
+    assert symbolic_sizes.written_out(row - row, {}) == 0
+    squared = symbolic_sizes.expression_of(rows * rows // rows)
+    assert symbolic_sizes.written_out(squared + 1, {}) == row + 1
+    assert symbolic_sizes.written_out(window, {}) == window
+    assert symbolic_sizes.quotient(6 * row * column, 2 * row) == 3 * column
+    assert symbolic_sizes.quotient(row, row) == 1 and symbolic_sizes.quotient(12, 4) == 3
+    assert symbolic_sizes.quotient(row, 2) is None and symbolic_sizes.quotient(12, 5) is None
+    assert symbolic_sizes.quotient(2, row) is None
+    assert symbolic_sizes.is_at_least(row, 0) and symbolic_sizes.is_at_least(3, 3)
+    assert not symbolic_sizes.is_at_least(row - 5, 0) and not symbolic_sizes.is_at_least(2, 3)
+    for rising in (row, row + 3, row * column, window, 7, 64 - column):
+        assert symbolic_sizes.rises(rising, {row}), rising
+    for other in (64 - row, row * (row - 5), row % 8):
+        assert not symbolic_sizes.rises(other, {row}), other
+    assert symbolic_sizes.symbols_under(rows) == {row} and symbolic_sizes.symbols_under(5) == set()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        ["os.system", 1],
-        ["power", 2, 99],
-        ["", 7],
-        ["", -1],
-        [],
-        "1",
-        None,
-        1.5,
-        ["sympy.Unequality", ["", 0], 1],
-        [["sympy.Add"], 1],
-    ],
-)
-def test_what_is_no_size_is_refused(data):
-    sizes = open_sizes([6], [(0, -1)], [])
-    with pytest.raises((LookupError, TypeError, ValueError)):
-        sizes.size(data)
-
-
-def test_a_guard_that_is_not_true_is_refused():
-    with pytest.raises(ValueError, match="not true"):
-        open_sizes([6], [(0, -1)], [["sympy.Equality", ["", 0], 7]])
+def test_what_a_guard_says_that_a_computed_size_is():
+    size = sympy.Symbol("s", integer=True, positive=True)
+    least = sympy.Min(64, size)
+    assert symbolic_sizes.equalities_of([sympy.Eq(least, size), sympy.Eq(size, least), size > 3]) == {least: size}
