@@ -57,7 +57,9 @@ class CompiledCode:
 def compiled_codes(function: FunctionType) -> Iterator[CompiledCode]:
     """Yield what dynamo compiled for all functions with a function's code, where it is one graph for the whole function."""
     for entry in _debug_get_cache_entry_list(function.__code__):
-        code = entry.code
+        code: Any = entry.code
+        if code is None:  # a class that it guards was freed; torch's stub does not say so
+            continue
         graphs = [name for name in code.co_names if name.startswith(_GRAPH)]
         if len(graphs) != 1 or _goes_on_elsewhere(code):
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from fusion_advisor.runtime.torch_internals import compiled_code
@@ -29,6 +31,19 @@ def test_the_code_is_found_with_its_graph():
     assert found.is_alive()
     torch._dynamo.reset()
     assert not found.is_alive()
+
+
+def test_code_whose_guarded_class_was_freed_is_left_out():
+    def choose(x, kind):
+        return x + 1 if kind is torch.Tensor else x + 2
+
+    kind = type("Kind", (), {})
+    call = torch.compile(choose, backend=lambda module, inputs: module.forward, dynamic=False)
+    call(torch.ones(3), kind)
+    assert len(list(compiled_code.compiled_codes(choose))) == 1
+    del kind
+    gc.collect()
+    assert list(compiled_code.compiled_codes(choose)) == []
 
 
 def test_a_part_of_the_guards_is_checked_alone():
