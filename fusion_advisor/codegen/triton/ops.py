@@ -16,12 +16,11 @@ from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, ROUNDERS, SUM, UNARY, Text, Writer
 from fusion_advisor.codegen.triton.op_rows import ROWS
 from fusion_advisor.ir.causal_mask import order_of
-from fusion_advisor.ir.program import ITEM_BYTES, Value, dropout_constants
+from fusion_advisor.ir.program import HALF, ITEM_BYTES, Value, dropout_constants, result_dtypes
 
 _IDENTITY = {"reduce_sum": {"float": "0.0", "int": "0"},
              "reduce_max": {"float": 'float("-inf")', "int": str(-(2**63))},
              "reduce_min": {"float": 'float("inf")', "int": str(2**63 - 1)}}  # fmt: skip
-_HALF = ("float16", "bfloat16")
 LOWEST = {"float32": "-3.4028234663852886e38", "float64": "-1.7976931348623157e308"}
 """The lowest finite number, where a running maximum starts."""
 
@@ -55,9 +54,8 @@ class TritonWriter(Writer):
         """Column-varying values that are 0 in masked lanes, because everything they are made of was loaded as 0."""
         self.policies: dict[int, str] = {}
         """What loads say to the cache, by value number."""
-        outputs = [o for o in plan.program.operands if o.is_output]
         self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
-        self.is_half = all(o.dtype in _HALF for o in outputs) and not plan.program.is_exact
+        self.is_half = result_dtypes(plan.program) <= HALF and not plan.program.is_exact
         self._runs: dict[int, str] = {}
         super().__init__(plan, fast_math=fast_math)
 
@@ -281,6 +279,6 @@ class TritonWriter(Writer):
 
     def normal_cdf(self, code: str) -> str:
         """A call of the helper, which is as good as the results' dtype asks for."""
-        is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
+        is_finer = "float16" in result_dtypes(self.plan.program)
         self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
         return f"normal_cdf_16bit({code})"
