@@ -55,9 +55,18 @@ def _larger_or_smaller(_writer: TritonWriter, _number: int, value: Value, args: 
     return Text(f"tl.{value.op}({args[0].code}, {args[1].code}, propagate_nan=tl.PropagateNan.ALL)")
 
 
+def _is_count(writer: TritonWriter, number: int) -> bool:
+    """Whether a value is the number of a row's elements: its columns, or some for each column."""
+    values = writer.plan.program.values
+    value = values[number]
+    return value.op == "size" or (value.op == "mul" and {values[arg].op for arg in value.args} == {"const", "size"})
+
+
 def _div(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
     if value.dtype == "float32" and writer.is_half and has_inverse(writer.plan.program.values[value.args[1]]):
         return Text(f"{args[0].at(PRODUCT)} * (1.0 / {args[1].at(UNARY)})", PRODUCT)
+    if _is_precise(writer, value) and _is_count(writer, value.args[1]) and not writer.plan.program.is_exact:
+        return helper("mean_of")(writer, number, value, args)
     if _is_precise(writer, value):
         return Text(f"tl.div_rn({args[0].code}, {args[1].code})")
     return INFIX["div"](writer, number, value, args)
@@ -71,7 +80,7 @@ def _neg(_writer: TritonWriter, _number: int, value: Value, args: Sequence[Text]
 
 def _reciprocal(writer: TritonWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
     precise = f"tl.div_rn(1.0, {args[0].code})"
-    return Text(precise if _is_precise(writer, value) else f"1.0 / {args[0].at(UNARY)}", UNARY - 1)
+    return Text(precise if _is_precise(writer, value) and not writer.is_half else f"1.0 / {args[0].at(UNARY)}", UNARY - 1)
 
 
 def _sqrt(writer: TritonWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:

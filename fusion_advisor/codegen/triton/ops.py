@@ -43,7 +43,7 @@ class TritonWriter(Writer):
     helper_names = frozenset(
         {"tanh", "sigmoid", "expm1", "log1p", "pow", "round", "trunc", "remainder", "sign", "exp", "sigmoid_16bit",
          "tanh_cdf_16bit", "normal_cdf_16bit", "to_float32", "maximum", "minimum", "philox", "dropout_factor", "checked", "erfc",
-         "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
+         "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about", "mean_of"}
     )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:

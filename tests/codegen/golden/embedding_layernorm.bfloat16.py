@@ -21,6 +21,16 @@ def checked(place, extent, wanted):
 
 
 @triton.jit
+def mean_of(total, count):
+    # As near as IEEE division, by Markstein (1990): the product with the reciprocal, and a correction by what it leaves over. All
+    # rows wait for their mean, and tl.div_rn is 14 instructions, a branch and a call.
+    inverse = 1.0 / count
+    mean = total * inverse
+    rounded = tl.fma(tl.fma(mean * -1.0, count, total), inverse, mean)
+    return tl.where(tl.abs(mean) < float("inf"), rounded, mean)  # infinity leaves NaN over
+
+
+@triton.jit
 def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
@@ -45,10 +55,10 @@ def fa_embedding_layernorm_724c10(
     table_in_bounds = checked(ids, table_extent, row_mask)
     table = to_float32(tl.load(table_ptr + ids * table_step0 + col, mask=mask & table_in_bounds, other=0.0))
     table_sum = tl.sum(table, axis=1, keep_dims=True)
-    table_mean = tl.div_rn(table_sum, tl.cast(cols, tl.float32))
+    table_mean = mean_of(table_sum, tl.cast(cols, tl.float32))
     table_centered = table - table_mean
     table_centered_squared_sum = tl.sum(tl.where(col_mask, table_centered * table_centered, 0.0), axis=1, keep_dims=True)
-    table_variance = tl.div_rn(table_centered_squared_sum, tl.cast(cols, tl.float32))
+    table_variance = mean_of(table_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(table_variance + eps)
     weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))

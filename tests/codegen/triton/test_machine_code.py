@@ -1,0 +1,78 @@
+"""What Triton makes of kernels for a GPU that need not be here: no branches where all rows wait, no detours between threads."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.triton.backend import TritonBackend, assembly_for
+from fusion_advisor.library.discover import load_kernel
+from fusion_advisor.library.patterns import lower_reference
+
+HEADER = Header(title="case", summary="a test", origin="a test")
+
+
+def lowered(name, dtype="bfloat16", **sizes):
+    kernel = load_kernel(name)
+    return next(lower_reference(kernel.spec, kernel.references[0][1], sizes, dtype=getattr(torch, dtype))).program
+
+
+def render(program):
+    return TritonBackend().render(program, HEADER, tuning=Tuning(), fast_math=False)
+
+
+def ptx(program):
+    return assembly_for(program, render(program), 90)["ptx"]
+
+
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "softmax"])
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_a_row_waits_for_no_rounded_division(name, rows):
+    code = ptx(lowered(name, R=rows, C=3584))
+    assert "div.rn" not in code and "rcp.rn" not in code and "bra" not in code
+
+
+def test_a_mean_of_two_halves_takes_none_either():
+    assert "div.rn" not in ptx(lowered("qk_norm_rope", B=1, H=32, S=2048, D=128))
+
+
+def test_a_softmax_in_float32_divides():
+    code = ptx(lowered("softmax", "float32", R=512, C=1024))
+    assert "div.rn" in code or "rcp.rn" in code
+
+
+def rounded_fma(a, b, c):
+    """A product of two float32 numbers is exact in float64."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def mean_of(ulps):
+    """The helper, with a reciprocal that is so far off."""
+
+    def inverse_of(count):
+        inverse = 1.0 / count
+        return torch.where(inverse.isfinite(), (inverse.view(torch.int32) + ulps).view(torch.float32), inverse)
+
+    body = re.search(r"def mean_of.*?return [^\n]*\n", render(lowered("rmsnorm", R=8, C=64)).source, re.DOTALL)[0]
+    names = {"tl": SimpleNamespace(fma=rounded_fma, where=torch.where, abs=torch.abs), "inverse_of": inverse_of}
+    exec(body.replace("1.0 / count", "inverse_of(count)"), names)
+    return names["mean_of"]
+
+
+@pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
+def test_a_mean_is_what_a_division_gives_although_its_reciprocal_is_not(ulps):
+    counts = torch.tensor([1, 3, 7, 96, 768, 1000, 3584, 4096, 16383, 50257], dtype=torch.float32)[:, None]
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(1, 4000, generator=generator).bfloat16().float() * 100
+    assert torch.equal(mean_of(ulps)(numbers * counts, counts), (numbers * counts / counts))  # rows of equal numbers lose nothing
+    totals = torch.randn(1, 4000, generator=generator) * 1e4
+    found, wanted = mean_of(ulps)(totals, counts), totals / counts
+    assert (found == wanted).float().mean() > 0.999
+    torch.testing.assert_close(found, wanted, rtol=2**-23, atol=0)
+    edges = torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0, 3e38, -3e38, 1e-30]])
+    torch.testing.assert_close(mean_of(ulps)(edges, counts), edges / counts, rtol=2**-23, atol=0, equal_nan=True)
+    assert mean_of(ulps)(torch.zeros(1, 1), torch.zeros(1, 1)).isnan().all()
