@@ -30,6 +30,12 @@ def identity(value: Value) -> str:
     return _IDENTITY[value.op]["int" if value.dtype == "int64" else "float"]
 
 
+def _writes_rows(plan: Schedule) -> bool:
+    """Whether a kernel has rows, and each of its stores writes to all rows of its tile."""
+    row_dims = {"flat": (), "tiled": (plan.col_dim - 1,), "rows": range(plan.col_dim)}[plan.kind]
+    return bool(plan.stores) and all(any(access.strides[dim] != "0" for dim in row_dims) for access in plan.stores)
+
+
 class TritonWriter(Writer):
     """Prints values as Triton.
 
@@ -57,6 +63,8 @@ class TritonWriter(Writer):
         self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
         self.is_half = result_dtypes(plan.program) <= HALF and not plan.program.is_exact
         self._runs: dict[int, str] = {}
+        self.shares_rows = not is_looped and _writes_rows(plan)
+        """Whether what all rows of a tile share may be read for each of them."""
         super().__init__(plan, fast_math=fast_math)
 
     def literal(self, value: Value) -> str:
@@ -165,6 +173,10 @@ class TritonWriter(Writer):
             self.zero_past_end.add(number)
         if access.is_pair:
             return ""
+        if self.shares_rows and self._is_shared_by_rows(number, value):
+            zero = "0.0" if access.operand.dtype.startswith(("float", "bfloat")) else "0"
+            place = self.operand_address(access, col="shared_col")
+            return self._widened(f"tl.load({place}, mask=col_mask, other={zero})", access, value)
         masks = [self.mask(varies)]
         if is_part:
             alone = self.mask(varies - {self.plan.col_dim}) or "True"
@@ -175,6 +187,11 @@ class TritonWriter(Writer):
             masks.append(causal)
         policy = self.policies.get(number, "")
         return self._widened(self._read(access, varies, masks, policy=policy), access, value)
+
+    def _is_shared_by_rows(self, number: int, value: Value) -> bool:
+        varies = self.plan.varies[number]
+        is_plain = value.guard is None and not value.args
+        return is_plain and self.plan.col_dim in varies and not self._moves_along_rows(varies)
 
     def is_block(self, number: int) -> bool:
         """Whether a value differs between elements of a tile."""

@@ -82,6 +82,7 @@ def fa_dropout_add_layernorm_16c226(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 512 else col  # laid out as rows are
 
     residual = to_float32(tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0))
     x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
@@ -95,8 +96,8 @@ def fa_dropout_add_layernorm_16c226(
     total_variance = mean_of(total_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(total_variance + eps)
-    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
-    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0))
     out = total_centered * inverse_deviation * weight + bias
 
     tl.store(total_ptr + row * total_stride0 + col, total, mask=mask)

@@ -75,6 +75,7 @@ def fa_dropout_add_layernorm_4aa641(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 256 else col  # laid out as rows are
 
     residual = tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0)
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
@@ -88,8 +89,8 @@ def fa_dropout_add_layernorm_4aa641(
     total_variance = mean_of(total_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(total_variance + eps)
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
-    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
+    weight = tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0)
+    bias = tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0)
     out = total_centered * inverse_deviation * weight + bias
 
     tl.store(total_ptr + row * total_stride0 + col, total, mask=mask)

@@ -75,11 +75,12 @@ def fa_dropout_add_rmsnorm_59c0c4(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 256 else col  # laid out as rows are
 
     residual = tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0)
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
     seed = tl.load(seed_ptr)
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
+    weight = tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0)
     factor = dropout_factor(seed, row * element_stride0, col, 429496730, 1.1111111111111112, BY_FOUR)
     total = residual + x * factor
     total_squared_sum = tl.sum(tl.where(col_mask, total * total, 0.0), axis=1, keep_dims=True)

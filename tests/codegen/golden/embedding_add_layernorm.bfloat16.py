@@ -54,6 +54,7 @@ def fa_embedding_add_layernorm_d63559(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 512 else col  # laid out as rows are
     ids_row = ids_ptr + i0 * ids_stride0 + i1
     type_ids_row = type_ids_ptr + i0 * type_ids_stride0 + i1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
@@ -75,8 +76,8 @@ def fa_embedding_add_layernorm_d63559(
     total_variance = mean_of(total_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-12
     inverse_deviation = tl.rsqrt(total_variance + eps)
-    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
-    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0))
     out = total_centered * inverse_deviation * weight + bias
 
     tl.store(out_row + col, out, mask=mask)

@@ -50,6 +50,7 @@ def fa_embedding_layernorm_724c10(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 512 else col  # laid out as rows are
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
     table_in_bounds = checked(ids, table_extent, row_mask)
@@ -61,8 +62,8 @@ def fa_embedding_layernorm_724c10(
     table_variance = mean_of(table_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(table_variance + eps)
-    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
-    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0))
     out = table_centered * inverse_deviation * weight + bias
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

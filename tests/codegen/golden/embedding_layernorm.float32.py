@@ -43,6 +43,7 @@ def fa_embedding_layernorm_d22d71(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 256 else col  # laid out as rows are
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
     table_in_bounds = checked(ids, table_extent, row_mask)
@@ -54,8 +55,8 @@ def fa_embedding_layernorm_d22d71(
     table_variance = mean_of(table_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(table_variance + eps)
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
-    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
+    weight = tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0)
+    bias = tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0)
     out = table_centered * inverse_deviation * weight + bias
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

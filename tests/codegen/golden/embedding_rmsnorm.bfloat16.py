@@ -56,11 +56,12 @@ def fa_embedding_rmsnorm_65468b(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 512 else col  # laid out as rows are
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
     table_in_bounds = checked(ids, table_extent, row_mask)
     table = to_float32(tl.load(table_ptr + ids * table_step0 + col, mask=mask & table_in_bounds, other=0.0))
-    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0))
     table_squared_sum = tl.sum(table * table, axis=1, keep_dims=True)
     table_squared_mean = mean_of(table_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-06

@@ -34,6 +34,7 @@ def fa_layernorm_24c10e(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 256 else col  # laid out as rows are
 
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
     x_sum = tl.sum(x, axis=1, keep_dims=True)
@@ -43,8 +44,8 @@ def fa_layernorm_24c10e(
     x_variance = mean_of(x_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(x_variance + eps)
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
-    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
+    weight = tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0)
+    bias = tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0)
     out = x_centered * inverse_deviation * weight + bias
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

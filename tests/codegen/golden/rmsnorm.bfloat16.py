@@ -47,8 +47,9 @@ def fa_rmsnorm_b046df(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 512 else col  # laid out as rows are
 
-    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0))
     x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
     x_squared_sum = tl.sum(x * x, axis=1, keep_dims=True)
     x_squared_mean = mean_of(x_squared_sum, tl.cast(cols, tl.float32))

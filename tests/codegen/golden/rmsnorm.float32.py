@@ -34,8 +34,9 @@ def fa_rmsnorm_508dbd(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 256 else col  # laid out as rows are
 
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
+    weight = tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0)
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
     x_squared_sum = tl.sum(x * x, axis=1, keep_dims=True)
     x_squared_mean = mean_of(x_squared_sum, tl.cast(cols, tl.float32))

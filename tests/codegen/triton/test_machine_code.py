@@ -76,3 +76,35 @@ def test_a_mean_is_what_a_division_gives_although_its_reciprocal_is_not(ulps):
     edges = torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0, 3e38, -3e38, 1e-30]])
     torch.testing.assert_close(mean_of(ulps)(edges, counts), edges / counts, rtol=2**-23, atol=0, equal_nan=True)
     assert mean_of(ulps)(torch.zeros(1, 1), torch.zeros(1, 1)).isnan().all()
+
+
+NARROW = {
+    "qk_norm_rope": {"B": 1, "H": 32, "S": 2048, "D": 128},  # Qwen3
+    "rmsnorm": {"R": 65536, "C": 128},
+    "layernorm": {"R": 100352, "C": 96},  # ConvNeXt's first stage
+    "rope": {"B": 1, "H": 16, "S": 2048, "D": 256},  # Gemma
+    "qkv_heads_grouped": {"B": 1, "S": 512, "K": 4, "D": 128},  # Qwen2.5-7B
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_what_narrow_rows_share_lies_in_threads_as_they_do(name):
+    """Nothing is moved between threads through shared memory, and all that is read is read 16 bytes at a time."""
+    program = lowered(name, **NARROW[name])
+    assembly = assembly_for(program, render(program), 90)
+    assert "convert_layout" not in assembly["ttgir"]
+    assert "bar.sync" not in assembly["ptx"] and "st.shared" not in assembly["ptx"]
+    assert set(re.findall(r"(?:ld|st)\.global\S*", assembly["ptx"])) == {"ld.global.v4.b32", "st.global.v4.b32"}
+
+
+def test_wide_rows_read_what_they_share_once():
+    """Where a row fills all threads with 16 bytes each, a second row of a tile finds what they share in registers."""
+    code = ptx(lowered("add_layernorm", R=100352, C=384))
+    assert len(re.findall(r"ld\.global", code)) == 2 * 2 + 2
+
+
+def test_a_single_row_in_a_tile_of_several_still_compiles():
+    """A row that every row of the tile would write."""
+    program = lowered("rmsnorm", R=1, C=64)
+    rendered = TritonBackend().render(program, HEADER, tuning=Tuning(block_rows=4, num_warps=4), fast_math=False)
+    assert assembly_for(program, rendered, 90)["cubin"]
