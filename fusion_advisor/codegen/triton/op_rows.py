@@ -107,6 +107,11 @@ def _sigmoid(writer: TritonWriter, number: int, value: Value, args: Sequence[Tex
     return (helper("sigmoid_16bit") if is_short else _of_reals("sigmoid"))(writer, number, value, args)
 
 
+def _tanh(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    is_short = writer.is_half and value.dtype == "float32"
+    return (helper("tanh_16bit") if is_short else _of_reals("tanh"))(writer, number, value, args)
+
+
 def _of_reals(function: str) -> Row:
     """Return the row of a helper that takes no integers."""
 
@@ -136,6 +141,7 @@ ROWS: Mapping[str, Row] = {
     "exp": _exp,
     "erfc": _erfc,
     "sigmoid": _sigmoid,
+    "tanh": _tanh,
     "maximum": _larger_or_smaller,
     "minimum": _larger_or_smaller,
     "where": call_of("tl.where"),
@@ -144,7 +150,7 @@ ROWS: Mapping[str, Row] = {
     "tanh_cdf": helper("tanh_cdf_16bit"),
     **{op: helper(function) for op, function in ROUNDERS.items()},
     **{op: call_of(f"tl.{op}") for op in ("abs", "log", "exp2", "rsqrt", "erf", "sin", "cos", "floor", "ceil")},
-    **{op: _of_reals(op) for op in ("tanh", "expm1", "log1p", "round", "trunc")},
+    **{op: _of_reals(op) for op in ("expm1", "log1p", "round", "trunc")},
     "pow": _pow,
     "remainder": _remainder,
     "and": _and,

@@ -78,6 +78,27 @@ def test_a_mean_is_what_a_division_gives_although_its_reciprocal_is_not(ulps):
     assert mean_of(ulps)(torch.zeros(1, 1), torch.zeros(1, 1)).isnan().all()
 
 
+def test_a_tanh_of_16_bits_takes_one_power_and_one_root():
+    """Softcap, 8 elements a thread."""
+    code = ptx(lowered("softcap", R=2048, C=4096))
+    assert (code.count("ex2.approx"), code.count("rsqrt.approx"), code.count("div.")) == (8, 8, 0)
+    assert "tanh_16bit" not in render(lowered("softcap", "float32", R=2048, C=4096)).source
+
+
+def test_a_tanh_of_16_bits_is_good_to_1e_5_of_itself():
+    body = re.search(r"def tanh_16bit.*?return [^\n]*\n", render(lowered("softcap", R=8, C=64)).source, re.DOTALL)[0]
+    names = {"tl": SimpleNamespace(rsqrt=torch.rsqrt, exp2=torch.exp2, where=torch.where, abs=torch.abs)}
+    exec(body, names)
+    x = torch.cat([torch.linspace(-12, 12, 200_001), torch.linspace(-0.1, 0.1, 20_001), torch.logspace(-38, -1, 500)])
+    x = x[x != 0]
+    wanted = x.double().tanh()
+    assert ((names["tanh_16bit"](x) - wanted) / wanted).abs().max() < 1e-5
+    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-40])
+    found = names["tanh_16bit"](edges)
+    torch.testing.assert_close(found, edges.tanh(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit(), edges.signbit())
+
+
 NARROW = {
     "qk_norm_rope": {"B": 1, "H": 32, "S": 2048, "D": 128},  # Qwen3
     "rmsnorm": {"R": 65536, "C": 128},
