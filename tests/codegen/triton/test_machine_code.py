@@ -12,6 +12,7 @@ from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.triton.backend import TritonBackend, assembly_for
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.patterns import lower_reference
+from tests.kernel_cases.lowered import lower_function
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 
@@ -85,18 +86,43 @@ def test_a_tanh_of_16_bits_takes_one_power_and_one_root():
     assert "tanh_16bit" not in render(lowered("softcap", "float32", R=2048, C=4096)).source
 
 
-def test_a_tanh_of_16_bits_is_good_to_1e_5_of_itself():
-    body = re.search(r"def tanh_16bit.*?return [^\n]*\n", render(lowered("softcap", R=8, C=64)).source, re.DOTALL)[0]
-    names = {"tl": SimpleNamespace(rsqrt=torch.rsqrt, exp2=torch.exp2, where=torch.where, abs=torch.abs)}
+def program_of(function, *dtypes):
+    return lower_function(function, *(torch.zeros(512, 1024, dtype=dtype) for dtype in dtypes))[0].program
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.expm1, torch.log1p])
+def test_a_function_of_16_bits_is_good_to_1e_5_of_itself(function):
+    def own(x):  # tracing asks for a function of Python's
+        return function(x)
+
+    name = f"{function.__name__}_16bit"
+    source = render(program_of(own, torch.bfloat16)).source
+    body = re.search(rf"def {name}.*?return [^\n]*\n", source, re.DOTALL)[0]
+    names = {"tl": SimpleNamespace(**{one: getattr(torch, one) for one in ("rsqrt", "exp2", "exp", "log", "where", "abs")})}
     exec(body, names)
     x = torch.cat([torch.linspace(-12, 12, 200_001), torch.linspace(-0.1, 0.1, 20_001), torch.logspace(-38, -1, 500)])
-    x = x[x != 0]
-    wanted = x.double().tanh()
-    assert ((names["tanh_16bit"](x) - wanted) / wanted).abs().max() < 1e-5
-    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-40])
-    found = names["tanh_16bit"](edges)
-    torch.testing.assert_close(found, edges.tanh(), rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(found.signbit(), edges.signbit())
+    wanted = function(x.double())
+    is_number = (x != 0) & wanted.isfinite()
+    assert ((names[name](x) - wanted) / wanted)[is_number].abs().max() < 1e-5
+    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-40, -1.0])
+    found = names[name](edges)
+    torch.testing.assert_close(found, function(edges), rtol=1e-5, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit()[:2], function(edges).signbit()[:2])
+    assert name not in render(program_of(own, torch.float32)).source
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x, y: x / y, lambda x, y: x / y.sum(-1, keepdim=True), lambda x, y: (x * x).sqrt() + y]
+)
+def test_divisions_and_roots_of_16_bits_have_no_slow_path(function):
+    code = ptx(program_of(function, torch.bfloat16, torch.bfloat16))
+    assert not re.search(r"(div|rcp|sqrt)\.rn", code)
+    assert re.search(r"(div|rcp|sqrt)\.rn", ptx(program_of(function, torch.float32, torch.float32)))
+
+
+@pytest.mark.parametrize("function", [lambda x, y: torch.round(x / y), lambda x, y: torch.where(x / y > 0.5, x, y)])
+def test_a_quotient_that_decides_something_is_rounded(function):
+    assert "div.rn" in ptx(program_of(function, torch.bfloat16, torch.bfloat16))
 
 
 NARROW = {
