@@ -36,25 +36,27 @@ def with_cdfs(program: Program) -> Program:
         cdfs = [n for n in factors if program.values[n].op in ("erfc", "sigmoid") and users[n] == 1]
         if len(cdfs) != 1 or len(factors) > 2:
             continue
-        cdf = cdfs[0]
+        cdf, others = cdfs[0], [factor for factor in factors if factor != cdfs[0]]
         found = _of_erfc(program.values, cdf) if program.values[cdf].op == "erfc" else _of_sigmoid(program.values, cdf)
-        if factors == [cdf]:  # in the gradient the function stands alone
-            for op, variable, times in found:
-                if math.isclose(scale * times, 1.0, rel_tol=_EXACT):
-                    values[number] = replace(value, op=op, args=(variable,))
-                    break
-            continue
-        other = factors[factors[0] == cdf]
-        for op, variable, times in found:
-            own_scale, own = _scaled(program.values, variable)
-            if own == other and math.isclose(scale * times, own_scale, rel_tol=_EXACT):
-                values[cdf] = replace(values[cdf], op=op, args=(variable,))
-                values[number] = replace(value, args=(variable, cdf))
-                break
-    for number, value in enumerate(values):
-        if value.op == "sigmoid" and value.dtype == "float32" and (found := _of_sigmoid(program.values, number)):
-            values[number] = replace(value, op=found[0][0], args=(found[0][1],))
-    return replace(program, values=tuple(values))
+        own = [(op, variable) for op, variable, times in found if _is_own(program.values, others, variable, scale * times)]
+        if own and others:
+            values[cdf] = replace(values[cdf], op=own[0][0], args=(own[0][1],))
+            values[number] = replace(value, args=(own[0][1], cdf))
+        elif own:  # in the gradient the function stands alone
+            values[number] = replace(value, op=own[0][0], args=(own[0][1],))
+    return replace(program, values=tuple(_without_product(program.values, number, v) for number, v in enumerate(values)))
+
+
+def _without_product(values: tuple[Value, ...], number: int, now: Value) -> Value:
+    """A sigmoid of GELU's cubic that stands in no product with its variable, as the function."""
+    found = _of_sigmoid(values, number) if now.op == "sigmoid" and now.dtype == "float32" else []
+    return replace(now, op=found[0][0], args=(found[0][1],)) if found else now
+
+
+def _is_own(values: tuple[Value, ...], others: list[int], variable: int, scale: float) -> bool:
+    """Whether a product's other factors and its constant are the function's own variable, or neither is there."""
+    own_scale, own = _scaled(values, variable) if others else (1.0, -1)
+    return others in ([], [own]) and math.isclose(scale, own_scale, rel_tol=_EXACT)
 
 
 def _of_erfc(values: tuple[Value, ...], number: int) -> list[tuple[str, int, float]]:
