@@ -207,7 +207,8 @@ def _shared_by_rows(plan: Schedule) -> list[str]:
     """
     threads = _THREADS[plan.kind]
     narrowest = min((ITEM_BYTES[access.operand.dtype] for access in plan.loads.values() if access.is_vector), default=2)
-    is_narrow = f"{threads} <= BLOCK_COLS < {threads * 16 // narrowest}"
+    # triton 3.6 takes no a <= b < c
+    is_narrow = f"BLOCK_COLS >= {threads} and BLOCK_COLS < {threads * 16 // narrowest}"
     return [f"shared_col = col + 0 * row if {is_narrow} else col  # laid out as rows are"]
 
 

@@ -54,7 +54,7 @@ def fa_embedding_add_layernorm_d63559(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 512 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 64 and BLOCK_COLS < 512 else col  # laid out as rows are
     ids_row = ids_ptr + i0 * ids_stride0 + i1
     type_ids_row = type_ids_ptr + i0 * type_ids_stride0 + i1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1

@@ -50,7 +50,7 @@ def fa_embedding_layernorm_724c10(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 512 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 64 and BLOCK_COLS < 512 else col  # laid out as rows are
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
     table_in_bounds = checked(ids, table_extent, row_mask)

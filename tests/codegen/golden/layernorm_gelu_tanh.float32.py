@@ -50,7 +50,7 @@ def fa_layernorm_gelu_tanh_a6246b(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 256 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 64 and BLOCK_COLS < 256 else col  # laid out as rows are
 
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
     x_sum = tl.sum(x, axis=1, keep_dims=True)

@@ -50,7 +50,7 @@ def fa_qk_norm_rope_57c878(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 512 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 64 and BLOCK_COLS < 512 else col  # laid out as rows are
     x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 

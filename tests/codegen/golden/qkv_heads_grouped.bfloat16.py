@@ -39,7 +39,7 @@ def part1(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 128 <= BLOCK_COLS < 1024 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 1024 else col  # laid out as rows are
     packed_row = packed_ptr + i0 * packed_stride0 + row * packed_stride1
     query_row = query_ptr + i0 * query_stride0 + row * query_stride1
 
@@ -69,7 +69,7 @@ def part2(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 128 <= BLOCK_COLS < 1024 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 1024 else col  # laid out as rows are
     packed_row = packed_ptr + i0 * packed_stride0 + row * packed_stride1
     key_row = key_ptr + i0 * key_stride0 + row * key_stride1
     value_row = value_ptr + i0 * value_stride0 + row * value_stride1

@@ -47,7 +47,7 @@ def fa_rmsnorm_b046df(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 64 <= BLOCK_COLS < 512 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 64 and BLOCK_COLS < 512 else col  # laid out as rows are
 
     weight = to_float32(tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0))
     x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))

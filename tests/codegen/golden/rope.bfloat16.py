@@ -37,7 +37,7 @@ def fa_rope_b0f7e1(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 128 <= BLOCK_COLS < 1024 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 1024 else col  # laid out as rows are
     x_row = x_ptr + i0 * x_stride0 + row * x_stride1
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 

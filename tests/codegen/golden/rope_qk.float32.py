@@ -28,7 +28,7 @@ def part1(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 128 <= BLOCK_COLS < 512 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 512 else col  # laid out as rows are
     q_row = q_ptr + i0 * q_stride0 + row * q_stride1
     q_out_row = q_out_ptr + i0 * q_out_stride0 + row * q_out_stride1
 

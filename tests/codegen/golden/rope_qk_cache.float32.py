@@ -39,7 +39,7 @@ def part1(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 128 <= BLOCK_COLS < 512 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 512 else col  # laid out as rows are
 
     q = tl.load(q_ptr + row * q_stride0 + col, mask=mask, other=0.0)
     q_shifted = tl.load(q_ptr + row * q_stride0 + col + q_offset, mask=mask, other=0.0)
@@ -71,7 +71,7 @@ def part2(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
-    shared_col = col + 0 * row if 128 <= BLOCK_COLS < 512 else col  # laid out as rows are
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 512 else col  # laid out as rows are
 
     position = tl.load(position_ptr)
     k = tl.load(k_ptr + row * k_stride0 + col, mask=mask, other=0.0)
