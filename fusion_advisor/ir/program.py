@@ -53,6 +53,7 @@ ARITHMETIC = (
 PLACES = ("load", "const", "index", "size", "extent", "quotient", "inside", "dropout")
 OPS = frozenset({*ARITHMETIC, *COMPARES, *LOGIC, *PLACES, *REDUCTIONS, "not", "isnan", "where", "cast"})
 """Every op. A language's printer table has a row for each, or says why it has none."""
+HALF = frozenset({"float16", "bfloat16"})
 ROUNDINGS = {"float16": "round_float16", "bfloat16": "round_bfloat16"}
 """The op that rounds to a dtype inside a kernel; wider dtypes are compute dtypes, and a ``cast`` rounds to those."""
 ADDRESSED = frozenset({"load", "dropout"})
@@ -72,6 +73,8 @@ class Operand:
     is_output: bool = False
     element_count: int = 0
     """Distinct elements that the kernel touches: what it moves, in elements."""
+    rounded_to: str = ""
+    """Of an output that a later launch reads: the dtype that all that comes of it is rounded to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +188,11 @@ def reader_of(program: Program, number: int) -> int:
     return next((store.operand for store in program.stores if reached.intersection(store.needs[1:])), -1)
 
 
+def result_dtypes(program: Program) -> frozenset[str]:
+    """The dtypes that a Program's results are rounded to, by itself or by a later launch."""
+    return frozenset(operand.rounded_to or operand.dtype for operand in program.operands if operand.is_output)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One loop nest of a launch.
@@ -295,7 +303,7 @@ def layout_key(program: Program) -> str:
     """
     text = _LayoutText(program)
     parts = [f"{'exact;' if program.is_exact else ''}{len(program.dims)}{'r' if program.is_reduced else 'p'}"]
-    parts += [f"{o.dtype}{'>' if o.is_output else '<'}" for o in program.operands]
+    parts += [f"{o.dtype}{'>' if o.is_output else '<'}{o.rounded_to}" for o in program.operands]
     parts += [text.value(number, value) for number, value in enumerate(program.values)]
     parts += [text.store(number, store) for number, store in enumerate(program.stores)]
     parts += [f"&{part.operands}{layout_key(part.program)}" for part in program.siblings]

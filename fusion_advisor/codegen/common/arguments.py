@@ -43,7 +43,7 @@ _C_KEYWORDS = frozenset(
 )
 _STRUCTURE = frozenset(
     """row col rows cols index size outer tile tl triton lane lanes first step mask row_mask col_mask col_tiles row_tiles
-    start item item_mask item_col_mask""".split()  # noqa: SIM905
+    start item item_mask item_col_mask shared_col""".split()  # noqa: SIM905
 )
 
 

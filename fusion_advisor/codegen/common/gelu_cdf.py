@@ -1,8 +1,9 @@
 """GELU in a kernel with 16-bit results, recognised in the arithmetic that ``lower`` and models write it in.
 
 ``x * 0.5 * erfc(-x / sqrt(2))`` becomes ``x * normal_cdf(x)``, and ``x * sigmoid(k * (x + c * x**3))`` becomes
-``x * tanh_cdf(x)``. Both functions are one short helper each, good to what 16 bits can tell (``templates/*/helpers*``); the
-arithmetic written out takes half as many instructions again, and issue slots, not memory, were what such kernels waited for.
+``x * tanh_cdf(x)``. GELU's gradient has both functions without the factor x. They are one short helper each, good to what 16 bits
+can tell (``templates/*/helpers*``); the arithmetic written out takes half as many instructions again, and issue slots, not
+memory, were what such kernels waited for.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fusion_advisor.ir.program import Program, Value
+from fusion_advisor.ir.program import HALF, Program, Value, result_dtypes
 
 _INNER, _CUBIC = math.sqrt(8 / math.pi), 0.044715
 _EXACT = 1e-6
@@ -23,11 +24,7 @@ def with_cdfs(program: Program) -> Program:
     Args:
         program: numbers of its values stay what they are.
     """
-    if (
-        program.siblings
-        or program.is_exact
-        or not all(o.dtype in ("float16", "bfloat16") for o in program.operands if o.is_output)
-    ):
+    if program.siblings or program.is_exact or not result_dtypes(program) <= HALF:
         return program
     values = list(program.values)
     stored = [number for store in program.stores for number in store.needs]
@@ -37,17 +34,29 @@ def with_cdfs(program: Program) -> Program:
             continue
         scale, factors = _factors(program.values, number, users, is_whole=True)
         cdfs = [n for n in factors if program.values[n].op in ("erfc", "sigmoid") and users[n] == 1]
-        if len(factors) != 2 or len(cdfs) != 1:
+        if len(cdfs) != 1 or len(factors) > 2:
             continue
-        cdf, other = cdfs[0], factors[factors[0] == cdfs[0]]
+        cdf, others = cdfs[0], [factor for factor in factors if factor != cdfs[0]]
         found = _of_erfc(program.values, cdf) if program.values[cdf].op == "erfc" else _of_sigmoid(program.values, cdf)
-        for op, variable, times in found:
-            own_scale, own = _scaled(program.values, variable)
-            if own == other and math.isclose(scale * times, own_scale, rel_tol=_EXACT):
-                values[cdf] = replace(values[cdf], op=op, args=(variable,))
-                values[number] = replace(value, args=(variable, cdf))
-                break
-    return replace(program, values=tuple(values))
+        own = [(op, variable) for op, variable, times in found if _is_own(program.values, others, variable, scale * times)]
+        if own and others:
+            values[cdf] = replace(values[cdf], op=own[0][0], args=(own[0][1],))
+            values[number] = replace(value, args=(own[0][1], cdf))
+        elif own:  # in the gradient the function stands alone
+            values[number] = replace(value, op=own[0][0], args=(own[0][1],))
+    return replace(program, values=tuple(_without_product(program.values, number, v) for number, v in enumerate(values)))
+
+
+def _without_product(values: tuple[Value, ...], number: int, now: Value) -> Value:
+    """A sigmoid of GELU's cubic that stands in no product with its variable, as the function."""
+    found = _of_sigmoid(values, number) if now.op == "sigmoid" and now.dtype == "float32" else []
+    return replace(now, op=found[0][0], args=(found[0][1],)) if found else now
+
+
+def _is_own(values: tuple[Value, ...], others: list[int], variable: int, scale: float) -> bool:
+    """Whether a product's other factors and its constant are the function's own variable, or neither is there."""
+    own_scale, own = _scaled(values, variable) if others else (1.0, -1)
+    return others in ([], [own]) and math.isclose(scale, own_scale, rel_tol=_EXACT)
 
 
 def _of_erfc(values: tuple[Value, ...], number: int) -> list[tuple[str, int, float]]:

@@ -13,7 +13,7 @@ from fusion_advisor.codegen.common.arguments import Access, Schedule
 from fusion_advisor.codegen.common.printer import ATOM, COMPARE, LOOSE, SUM, Text, Writer, terms_of
 from fusion_advisor.codegen.cuda.op_rows import COMPUTE, FAST, HELPERS, MATH, ROWS, WRAPPING_HELPERS, may_wrap
 from fusion_advisor.ir.causal_mask import order_of
-from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Value, dropout_constants
+from fusion_advisor.ir.program import ADDRESSED, HALF, REDUCTIONS, Value, dropout_constants, result_dtypes
 
 SCALARS = {
     "float64": "double", "float32": "float", "float16": "half_bits", "bfloat16": "bfloat16_bits", "int64": "long long",
@@ -125,8 +125,7 @@ class CudaWriter(Writer):
         self.is_clustered = is_clustered
         self.is_split = is_split
         self.per_pack = frozenset() if is_split else _per_pack(plan)
-        is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
-        self.is_half = is_half and not plan.program.is_exact
+        self.is_half = result_dtypes(plan.program) <= HALF and not plan.program.is_exact
         self.may_wrap = may_wrap(plan.program)
         super().__init__(plan, fast_math=fast_math)
 
@@ -295,7 +294,7 @@ class CudaWriter(Writer):
 
     def normal_cdf(self, code: str) -> str:
         """A call of the helper, which is as good as the results' dtype asks for."""
-        is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
+        is_finer = "float16" in result_dtypes(self.plan.program)
         self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
         return f"normal_cdf_16bit({code})"
 

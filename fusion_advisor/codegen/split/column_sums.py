@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion_advisor.codegen.split.parts import Copier, Part, Parts, Scratch
-from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, TINY_ELEMENTS, Program, Store, Value
+from fusion_advisor.ir.program import ADDRESSED, HALF, REDUCTIONS, TINY_ELEMENTS, Program, Store, Value, result_dtypes
 from fusion_advisor.records import Tuning
 
 _MOST_ROWS = 16
@@ -77,8 +77,16 @@ def split_columns(program: Program) -> Parts | None:
     if found is None:
         return None
     elements = found.blocks * math.prod(program.dims[:-1])
-    scratch = tuple(Scratch(dtype=program.values[number].dtype, elements=elements) for number in found.reductions)
+    rounded = _rounded_to(program)
+    dtypes = [program.values[number].dtype for number in found.reductions]
+    scratch = tuple(Scratch(dtype=dtype, elements=elements, rounded_to=rounded) for dtype in dtypes)
     return Parts(parts=(_partial_part(found, scratch), _whole_part(found, scratch)), scratch=scratch)
+
+
+def _rounded_to(program: Program) -> str:
+    """The finer of the 16-bit dtypes that all results are rounded to: then the first launch needs no digits beyond those."""
+    dtypes = result_dtypes(program)
+    return max(dtypes) if dtypes and dtypes <= HALF else ""  # "float16" comes after "bfloat16"
 
 
 def _find(program: Program) -> _Columns | None:

@@ -32,6 +32,8 @@ class Scratch:
 
     dtype: str
     elements: int
+    rounded_to: str = ""
+    """The dtype that all that comes of it is rounded to; empty where that is no narrower one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +98,10 @@ class Copier:
             if number >= 0:
                 return self._program.operands[number]
             one = scratch[-1 - number]
+            is_output = number in written
             return Operand(
-                name=scratch_name(number), dtype=one.dtype, is_output=number in written, element_count=one.elements
+                name=scratch_name(number), dtype=one.dtype, is_output=is_output, element_count=one.elements,
+                rounded_to=one.rounded_to if is_output else "",
             )  # fmt: skip
 
         program = Program(

@@ -11,7 +11,7 @@ from fusion_advisor.codegen.common.column_passes import Pass, column_passes, lat
 from fusion_advisor.codegen.common.online_softmax import OnlineSum, online_sums
 from fusion_advisor.codegen.common.welford import Moments, moments
 from fusion_advisor.codegen.triton.ops import LOWEST, TritonWriter, identity
-from fusion_advisor.ir.program import REDUCTIONS
+from fusion_advisor.ir.program import ITEM_BYTES, REDUCTIONS
 
 _COLUMN_MASKS = [
     "col_mask = col < cols", "mask = row_mask & col_mask",
@@ -24,6 +24,8 @@ _ROW_MASKS = [
 ]  # fmt: skip
 """Of rows that are reduced. Masks that are known take nothing: causal softmax of 8,192 columns 216.8 µs, with comparisons 246.7
 (four batches of 8,192 rows, bfloat16, H200)."""
+_THREADS = {"rows": 64, "tiled": 128}
+"""Of a tile of 1,024 elements."""
 _CACHED_ROW_BYTES = 2**17
 """Rows up to this stay in the L1 cache (up to 256 kB with shared memory, compute capability 8.0 and later) from walk to walk."""
 
@@ -196,6 +198,20 @@ def _stores(plan: Schedule, writer: TritonWriter, positions: Iterable[int]) -> l
     return lines
 
 
+def _shared_by_rows(plan: Schedule) -> list[str]:
+    """Columns of what all rows of a tile share.
+
+    Triton spreads one row of it over all threads. Where each gets an element or more, but less than 16 bytes, threads have other
+    columns of it than of the rows, and results are moved between threads through shared memory. Spread over all rows it lies in
+    threads as they do; a thread reads it once, or once more for each of its rows.
+    """
+    threads = _THREADS[plan.kind]
+    narrowest = min((ITEM_BYTES[access.operand.dtype] for access in plan.loads.values() if access.is_vector), default=2)
+    # triton 3.6 takes no a <= b < c
+    is_narrow = f"BLOCK_COLS >= {threads} and BLOCK_COLS < {threads * 16 // narrowest}"
+    return [f"shared_col = col + 0 * row if {is_narrow} else col  # laid out as rows are"]
+
+
 def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns: bool = True) -> list[str]:
     """Where a program is: its rows and columns, its masks, and the indices of the outer dims, as far as the body uses them."""
     if plan.kind == "flat":
@@ -205,7 +221,7 @@ def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns
     columns = ["col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)", "item = tl.arange(0, 2 * BLOCK_COLS)[None, :].to(INDEX)"]
     columns = columns if has_columns else []
     bases = [f"{name} = {code}" for name, code, _ in writer.bases]
-    by_column = _ROW_MASKS if plan.kind == "rows" else _COLUMN_MASKS
+    by_column = [*(_ROW_MASKS if plan.kind == "rows" else _COLUMN_MASKS), *_shared_by_rows(plan)]
     masks = ["row_mask = row < rows", *(by_column if has_columns else [])]
     if plan.kind == "rows":
         lines = ["row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]"]

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def _is_precise(writer: TritonWriter, value: Value) -> bool:
-    """Whether a division or a root must be rounded to nearest: ``tl``'s operators are approximate in float32."""
-    return value.dtype == "float32" and not writer.fast_math
+    """Whether a division or a root must be rounded to nearest: ``tl``'s operators are approximate in float32.
+
+    They are 2 units in the last place off at most, which no result of 16 bits shows, unless something jumps there.
+    """
+    return value.dtype == "float32" and not writer.fast_math and not writer.is_rough
 
 
 def _size(writer: TritonWriter, number: int, value: Value, _args: Sequence[Text]) -> Text:
@@ -55,9 +58,19 @@ def _larger_or_smaller(_writer: TritonWriter, _number: int, value: Value, args: 
     return Text(f"tl.{value.op}({args[0].code}, {args[1].code}, propagate_nan=tl.PropagateNan.ALL)")
 
 
+def _is_count(writer: TritonWriter, number: int) -> bool:
+    """Whether a value is the number of a row's elements: its columns, or some for each column."""
+    values = writer.plan.program.values
+    value = values[number]
+    return value.op == "size" or (value.op == "mul" and {values[arg].op for arg in value.args} == {"const", "size"})
+
+
 def _div(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
     if value.dtype == "float32" and writer.is_half and has_inverse(writer.plan.program.values[value.args[1]]):
         return Text(f"{args[0].at(PRODUCT)} * (1.0 / {args[1].at(UNARY)})", PRODUCT)
+    is_mean = value.dtype == "float32" and _is_count(writer, value.args[1])
+    if is_mean and not (writer.fast_math or writer.plan.program.is_exact):
+        return helper("mean_of")(writer, number, value, args)
     if _is_precise(writer, value):
         return Text(f"tl.div_rn({args[0].code}, {args[1].code})")
     return INFIX["div"](writer, number, value, args)
@@ -93,11 +106,6 @@ def _erfc(writer: TritonWriter, number: int, value: Value, args: Sequence[Text])
     return helper("erfc", "exp")(writer, number, value, args)
 
 
-def _sigmoid(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
-    is_short = writer.is_half and value.dtype == "float32"
-    return (helper("sigmoid_16bit") if is_short else _of_reals("sigmoid"))(writer, number, value, args)
-
-
 def _of_reals(function: str) -> Row:
     """Return the row of a helper that takes no integers."""
 
@@ -105,6 +113,16 @@ def _of_reals(function: str) -> Row:
         if value.dtype == "int64":
             raise Unsupported(f"{value.op} of int64")
         return helper(function)(writer, number, value, args)
+
+    return row
+
+
+def _with_short(function: str) -> Row:
+    """Return the row of a helper that takes no integers, and that is shorter where results are rounded to 16 bits."""
+
+    def row(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+        is_short = writer.is_half and value.dtype == "float32"
+        return (helper(f"{function}_16bit") if is_short else _of_reals(function))(writer, number, value, args)
 
     return row
 
@@ -126,7 +144,6 @@ ROWS: Mapping[str, Row] = {
     "sqrt": _sqrt,
     "exp": _exp,
     "erfc": _erfc,
-    "sigmoid": _sigmoid,
     "maximum": _larger_or_smaller,
     "minimum": _larger_or_smaller,
     "where": call_of("tl.where"),
@@ -135,7 +152,8 @@ ROWS: Mapping[str, Row] = {
     "tanh_cdf": helper("tanh_cdf_16bit"),
     **{op: helper(function) for op, function in ROUNDERS.items()},
     **{op: call_of(f"tl.{op}") for op in ("abs", "log", "exp2", "rsqrt", "erf", "sin", "cos", "floor", "ceil")},
-    **{op: _of_reals(op) for op in ("tanh", "expm1", "log1p", "round", "trunc")},
+    **{op: _of_reals(op) for op in ("round", "trunc")},
+    **{op: _with_short(op) for op in ("sigmoid", "tanh", "expm1", "log1p")},
     "pow": _pow,
     "remainder": _remainder,
     "and": _and,

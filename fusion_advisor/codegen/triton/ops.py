@@ -16,12 +16,11 @@ from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, ROUNDERS, SUM, UNARY, Text, Writer
 from fusion_advisor.codegen.triton.op_rows import ROWS
 from fusion_advisor.ir.causal_mask import order_of
-from fusion_advisor.ir.program import ITEM_BYTES, Value, dropout_constants
+from fusion_advisor.ir.program import COMPARES, HALF, ITEM_BYTES, Program, Value, dropout_constants, result_dtypes
 
 _IDENTITY = {"reduce_sum": {"float": "0.0", "int": "0"},
              "reduce_max": {"float": 'float("-inf")', "int": str(-(2**63))},
              "reduce_min": {"float": 'float("inf")', "int": str(2**63 - 1)}}  # fmt: skip
-_HALF = ("float16", "bfloat16")
 LOWEST = {"float32": "-3.4028234663852886e38", "float64": "-1.7976931348623157e308"}
 """The lowest finite number, where a running maximum starts."""
 
@@ -29,6 +28,27 @@ LOWEST = {"float32": "-3.4028234663852886e38", "float64": "-1.7976931348623157e3
 def identity(value: Value) -> str:
     """The literal that leaves a reduction unchanged."""
     return _IDENTITY[value.op]["int" if value.dtype == "int64" else "float"]
+
+
+_JUMPS = frozenset({"floor", "ceil", "trunc", "round", "remainder", "sign", *COMPARES})
+
+
+def _jumps_after_division(program: Program) -> bool:
+    """Whether something that a division or a root is part of is rounded to a whole number, compared, or made an integer."""
+    after = set[int]()
+    for number, value in enumerate(program.values):
+        is_after = not after.isdisjoint(value.args)
+        if is_after and (value.op in _JUMPS or value.dtype in ("int64", "bool")):
+            return True
+        if is_after or value.op in ("div", "reciprocal", "sqrt"):
+            after.add(number)
+    return False
+
+
+def _writes_rows(plan: Schedule) -> bool:
+    """Whether a kernel has rows, and each of its stores writes to all rows of its tile."""
+    row_dims = {"flat": (), "tiled": (plan.col_dim - 1,), "rows": range(plan.col_dim)}[plan.kind]
+    return bool(plan.stores) and all(any(access.strides[dim] != "0" for dim in row_dims) for access in plan.stores)
 
 
 class TritonWriter(Writer):
@@ -44,7 +64,8 @@ class TritonWriter(Writer):
     helper_names = frozenset(
         {"tanh", "sigmoid", "expm1", "log1p", "pow", "round", "trunc", "remainder", "sign", "exp", "sigmoid_16bit",
          "tanh_cdf_16bit", "normal_cdf_16bit", "to_float32", "maximum", "minimum", "philox", "dropout_factor", "checked", "erfc",
-         "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
+         "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about", "mean_of",
+         "tanh_16bit", "expm1_16bit", "log1p_16bit"}
     )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
@@ -55,10 +76,13 @@ class TritonWriter(Writer):
         """Column-varying values that are 0 in masked lanes, because everything they are made of was loaded as 0."""
         self.policies: dict[int, str] = {}
         """What loads say to the cache, by value number."""
-        outputs = [o for o in plan.program.operands if o.is_output]
         self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
-        self.is_half = all(o.dtype in _HALF for o in outputs) and not plan.program.is_exact
+        self.is_half = result_dtypes(plan.program) <= HALF and not plan.program.is_exact
+        self.is_rough = self.is_half and not _jumps_after_division(plan.program)
+        """Whether a division or a root may be approximate."""
         self._runs: dict[int, str] = {}
+        self.shares_rows = not is_looped and _writes_rows(plan)
+        """Whether what all rows of a tile share may be read for each of them."""
         super().__init__(plan, fast_math=fast_math)
 
     def literal(self, value: Value) -> str:
@@ -167,6 +191,10 @@ class TritonWriter(Writer):
             self.zero_past_end.add(number)
         if access.is_pair:
             return ""
+        if self.shares_rows and self._is_shared_by_rows(number, value):
+            zero = "0.0" if access.operand.dtype.startswith(("float", "bfloat")) else "0"
+            place = self.operand_address(access, col="shared_col")
+            return self._widened(f"tl.load({place}, mask=col_mask, other={zero})", access, value)
         masks = [self.mask(varies)]
         if is_part:
             alone = self.mask(varies - {self.plan.col_dim}) or "True"
@@ -177,6 +205,11 @@ class TritonWriter(Writer):
             masks.append(causal)
         policy = self.policies.get(number, "")
         return self._widened(self._read(access, varies, masks, policy=policy), access, value)
+
+    def _is_shared_by_rows(self, number: int, value: Value) -> bool:
+        varies = self.plan.varies[number]
+        is_plain = value.guard is None and not value.args
+        return is_plain and self.plan.col_dim in varies and not self._moves_along_rows(varies)
 
     def is_block(self, number: int) -> bool:
         """Whether a value differs between elements of a tile."""
@@ -281,6 +314,6 @@ class TritonWriter(Writer):
 
     def normal_cdf(self, code: str) -> str:
         """A call of the helper, which is as good as the results' dtype asks for."""
-        is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
+        is_finer = "float16" in result_dtypes(self.plan.program)
         self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
         return f"normal_cdf_16bit({code})"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import ORIGIN, Index
 from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
+from fusion_advisor.ir.program import HALF
 from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.records import OpNode, Ref
 
@@ -86,12 +87,18 @@ def _of_gelu(lowering: Lowering, op: OpNode, where: Index) -> int:
     value = maths.operand(1)
     square = maths("mul", value, value)
     if dict(op.kwargs).get("approximate", "none") == "tanh":
-        root, cubic = math.sqrt(2 / math.pi), 0.044715
-        inner = maths("mul", root, maths("add", value, maths("mul", cubic, maths("mul", square, value))))
-        curve = maths("tanh", inner)
+        root, cubic = math.sqrt(8 / math.pi), 0.044715
+        twice = maths("mul", root, maths("add", value, maths("mul", cubic, maths("mul", square, value))))
         inner_slope = maths("mul", root, maths("add", 1.0, maths("mul", 3 * cubic, square)))
-        bend = maths("mul", maths.one_minus(maths("mul", curve, curve)), inner_slope)
-        slope = maths("add", maths("mul", 0.5, maths("add", 1.0, curve)), maths("mul", maths("mul", 0.5, value), bend))
+        if op.outputs[0].dtype in HALF:
+            # The sigmoid s of 2u is (1 + tanh u) / 2, and s (1 - s) is (1 - tanh² u) / 4: one function serves both.
+            below = maths("sigmoid", twice)
+            bend = maths("mul", below, maths.one_minus(below))
+        else:  # 1 - s would have twice the error of 1 - tanh²; and 0.5 (1 + tanh) would be made a sigmoid beside it
+            curve = maths("tanh", maths("mul", 0.5, twice))
+            below = maths("add", 0.5, maths("mul", 0.5, curve))
+            bend = maths("mul", 0.25, maths.one_minus(maths("mul", curve, curve)))
+        slope = maths("add", below, maths("mul", value, maths("mul", bend, inner_slope)))
     else:
         below = maths("mul", 0.5, maths("add", 1.0, maths("erf", maths("mul", value, math.sqrt(0.5)))))
         density = maths("mul", maths("exp", maths("mul", square, -0.5)), 1 / math.sqrt(2 * math.pi))

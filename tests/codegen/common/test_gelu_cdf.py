@@ -13,10 +13,12 @@ from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cuda.backend import CudaBackend
 from fusion_advisor.codegen.registry import backend as backend_of
+from fusion_advisor.codegen.triton.backend import assembly_for
 from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.patterns import lower_reference
 from tests.kernel_cases import cuda_on_host
 from tests.kernel_cases import programs as p
+from tests.kernel_cases.lowered import lower_function
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -59,6 +61,45 @@ def changed(program, old, new):
     values = tuple(replace(v, constant=new) if v.op == "const" and v.constant == old else v for v in program.values)
     assert values != program.values
     return replace(program, values=values)
+
+
+def gradient(approximate, dtype, rows=64, *, with_bias=False):
+    """GELU's gradient, and what a bias before it gets of it."""
+
+    def function(g, x):
+        found = torch.ops.aten.gelu_backward(g, x, approximate=approximate)
+        return (found, found.sum(0)) if with_bias else found
+
+    return lower_function(function, *(torch.zeros(rows, 2048, dtype=dtype) for _ in range(2)))[0].program
+
+
+@pytest.mark.parametrize(("approximate", "op"), [("tanh", "tanh_cdf"), ("none", "normal_cdf")])
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_the_gradient_has_one_distribution_function_and_no_other(approximate, op, dtype):
+    for backend in ("cuda", "triton"):
+        source = render(gradient(approximate, dtype), backend).source
+        assert source.count(f"{op}_16bit(") == 2  # its definition and one call
+        assert not [other for other in ("tanh(", "tanhf(", "erfc(", "erff(", "sigmoid_16bit(") if other in source]
+
+
+@pytest.mark.parametrize(("approximate", "most"), [("tanh", (8, 8)), ("none", (16, 0))])
+def test_the_gradients_functions_on_a_gpu(approximate, most):
+    """For each of a thread's 8 elements: 2 to a power and a root, or 2 to a power for the function and for its density."""
+    program = gradient(approximate, torch.bfloat16, rows=4096)
+    ptx = assembly_for(program, render(program, "triton"), 90)["ptx"]
+    assert (ptx.count("ex2.approx"), ptx.count("rsqrt.approx")) == most
+    assert "div." not in ptx
+
+
+@pytest.mark.parametrize(("approximate", "op"), [("tanh", "tanh_cdf"), ("none", "normal_cdf")])
+def test_partial_sums_of_16_bit_results_need_no_more_digits(approximate, op):
+    """A bias's gradient is added up in float32 over launches and then rounded: its elements are as good as they have to be."""
+    for dtype in DTYPES.values():
+        program = gradient(approximate, dtype, rows=4096, with_bias=True)
+        partial = render(program, "triton").parts[0]
+        assert f"{op}_16bit(" in partial.source
+        assert ("e-06" in partial.source) == (dtype == torch.float16 and op == "normal_cdf")  # the finer polynomial
+    assert f"{op}_16bit(" not in render(gradient(approximate, torch.float32, rows=4096, with_bias=True), "triton").parts[0].source
 
 
 def test_what_is_nearly_gelu_is_left_alone():

@@ -42,9 +42,10 @@ def fa_bias_gelu_tanh_bb3b9c(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 512 else col  # laid out as rows are
 
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
-    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
+    bias = tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0)
     total = x + bias
     product = (total + total * (total * total) * 0.044715) * 1.5957691216057308
     out = total * sigmoid(product)

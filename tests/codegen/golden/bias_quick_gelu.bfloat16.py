@@ -41,9 +41,10 @@ def fa_bias_quick_gelu_25dc80(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 1024 else col  # laid out as rows are
 
     x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
-    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0))
     total = x + bias
     out = total * sigmoid_16bit(total * 1.702)
 

@@ -22,9 +22,10 @@ def fa_bias_relu_squared_220457(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 512 else col  # laid out as rows are
 
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
-    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
+    bias = tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0)
     maximum_total = tl.maximum(x + bias, 0.0, propagate_nan=tl.PropagateNan.ALL)
     out = maximum_total * maximum_total
 

@@ -50,7 +50,7 @@ def fa_causal_softmax_f440cd(
     selected_max = tl.reduce(tl.where(col_mask, selected, float("-inf")), 1, maximum, keep_dims=True)
     exp_selected_shifted = tl.exp(selected - selected_max)
     exp_selected_shifted_sum = tl.sum(tl.where(col_mask, exp_selected_shifted, 0.0), axis=1, keep_dims=True)
-    inverse_sum = tl.div_rn(1.0, exp_selected_shifted_sum)
+    inverse_sum = 1.0 / exp_selected_shifted_sum
     out = exp_selected_shifted * inverse_sum
 
     tl.store(out_row + col, out, mask=mask)

@@ -8,6 +8,20 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
+
+@triton.jit
+def mean_of(total, count):
+    # As near as IEEE division, by Markstein (1990): the product with the reciprocal, and a correction by what it leaves over. All
+    # rows wait for their mean, and tl.div_rn is 14 instructions, a branch and a call.
+    inverse = 1.0 / count
+    mean = total * inverse
+    rounded = tl.fma(tl.fma(mean * -1.0, count, total), inverse, mean)
+    return tl.where(tl.abs(mean) < float("inf"), rounded, mean)  # infinity leaves NaN over
+
+# ---- kernel ----
+
 
 @triton.jit
 def fa_layernorm_24c10e(
@@ -20,17 +34,18 @@ def fa_layernorm_24c10e(
     row_mask = row < rows
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if BLOCK_COLS >= 64 and BLOCK_COLS < 256 else col  # laid out as rows are
 
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
     x_sum = tl.sum(x, axis=1, keep_dims=True)
-    x_mean = tl.div_rn(x_sum, tl.cast(cols, tl.float32))
+    x_mean = mean_of(x_sum, tl.cast(cols, tl.float32))
     x_centered = x - x_mean
     x_centered_squared_sum = tl.sum(tl.where(col_mask, x_centered * x_centered, 0.0), axis=1, keep_dims=True)
-    x_variance = tl.div_rn(x_centered_squared_sum, tl.cast(cols, tl.float32))
+    x_variance = mean_of(x_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(x_variance + eps)
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
-    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
+    weight = tl.load(weight_ptr + shared_col, mask=col_mask, other=0.0)
+    bias = tl.load(bias_ptr + shared_col, mask=col_mask, other=0.0)
     out = x_centered * inverse_deviation * weight + bias
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -49,7 +49,7 @@ def fa_masked_softmax_additive_d191fc(
     total_max = tl.reduce(tl.where(col_mask, total, float("-inf")), 1, maximum, keep_dims=True)
     exp_total_shifted = tl.exp(total - total_max)
     exp_total_shifted_sum = tl.sum(tl.where(col_mask, exp_total_shifted, 0.0), axis=1, keep_dims=True)
-    inverse_sum = tl.div_rn(1.0, exp_total_shifted_sum)
+    inverse_sum = 1.0 / exp_total_shifted_sum
     out = exp_total_shifted * inverse_sum
 
     tl.store(out_row + col, out, mask=mask)

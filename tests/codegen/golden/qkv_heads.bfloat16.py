@@ -41,17 +41,18 @@ def fa_qkv_heads_de133c(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 1024 else col  # laid out as rows are
     packed_row = packed_ptr + i0 * packed_stride0 + row * packed_stride1
     query_row = query_ptr + i0 * query_stride0 + row * query_stride1
     key_row = key_ptr + i0 * key_stride0 + row * key_stride1
     value_row = value_ptr + i0 * value_stride0 + row * value_stride1
 
     packed = to_float32(tl.load(packed_row + col, mask=mask, other=0.0))
-    bias = to_float32(tl.load(bias_ptr + i0 * bias_stride0 + col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + i0 * bias_stride0 + shared_col, mask=col_mask, other=0.0))
     packed_shifted = to_float32(tl.load(packed_row + col + packed_offset, mask=mask, other=0.0))
-    bias_shifted = to_float32(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset, mask=col_mask, other=0.0))
+    bias_shifted = to_float32(tl.load(bias_ptr + i0 * bias_stride0 + shared_col + bias_offset, mask=col_mask, other=0.0))
     packed_shifted_2 = to_float32(tl.load(packed_row + col + packed_offset_2, mask=mask, other=0.0))
-    bias_shifted_2 = to_float32(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset_2, mask=col_mask, other=0.0))
+    bias_shifted_2 = to_float32(tl.load(bias_ptr + i0 * bias_stride0 + shared_col + bias_offset_2, mask=col_mask, other=0.0))
     query = packed + bias
     key = packed_shifted + bias_shifted
     value = packed_shifted_2 + bias_shifted_2

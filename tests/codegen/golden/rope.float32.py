@@ -26,15 +26,16 @@ def fa_rope_010711(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 512 else col  # laid out as rows are
     x_row = x_ptr + i0 * x_stride0 + row * x_stride1
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     x = tl.load(x_row + col, mask=mask, other=0.0)
     x_shifted = tl.load(x_row + col + x_offset, mask=mask, other=0.0)
-    cos = tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0)
-    cos_shifted = tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0)
-    sin = tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0)
-    sin_shifted = tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0)
+    cos = tl.load(cos_ptr + i0 * cos_stride0 + shared_col, mask=col_mask, other=0.0)
+    cos_shifted = tl.load(cos_ptr + i0 * cos_stride0 + shared_col + cos_offset, mask=col_mask, other=0.0)
+    sin = tl.load(sin_ptr + i0 * sin_stride0 + shared_col, mask=col_mask, other=0.0)
+    sin_shifted = tl.load(sin_ptr + i0 * sin_stride0 + shared_col + sin_offset, mask=col_mask, other=0.0)
     out = x * cos + x_shifted * -1.0 * sin
     out_2 = x_shifted * cos_shifted + x * sin_shifted
 

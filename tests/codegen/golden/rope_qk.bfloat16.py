@@ -39,15 +39,16 @@ def part1(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 1024 else col  # laid out as rows are
     q_row = q_ptr + i0 * q_stride0 + row * q_stride1
     q_out_row = q_out_ptr + i0 * q_out_stride0 + row * q_out_stride1
 
     q = to_float32(tl.load(q_row + col, mask=mask, other=0.0))
     q_shifted = to_float32(tl.load(q_row + col + q_offset, mask=mask, other=0.0))
-    cos = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0))
-    cos_shifted = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0))
-    sin = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0))
-    sin_shifted = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0))
+    cos = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + shared_col, mask=col_mask, other=0.0))
+    cos_shifted = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + shared_col + cos_offset, mask=col_mask, other=0.0))
+    sin = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + shared_col, mask=col_mask, other=0.0))
+    sin_shifted = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + shared_col + sin_offset, mask=col_mask, other=0.0))
     q_out = q * cos + q_shifted * -1.0 * sin
     q_out_2 = q_shifted * cos_shifted + q * sin_shifted
 

@@ -39,13 +39,14 @@ def part1(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 512 else col  # laid out as rows are
 
     q = tl.load(q_ptr + row * q_stride0 + col, mask=mask, other=0.0)
     q_shifted = tl.load(q_ptr + row * q_stride0 + col + q_offset, mask=mask, other=0.0)
-    cos = tl.load(cos_ptr + col, mask=col_mask, other=0.0)
-    cos_shifted = tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0)
-    sin = tl.load(sin_ptr + col, mask=col_mask, other=0.0)
-    sin_shifted = tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0)
+    cos = tl.load(cos_ptr + shared_col, mask=col_mask, other=0.0)
+    cos_shifted = tl.load(cos_ptr + shared_col + cos_offset, mask=col_mask, other=0.0)
+    sin = tl.load(sin_ptr + shared_col, mask=col_mask, other=0.0)
+    sin_shifted = tl.load(sin_ptr + shared_col + sin_offset, mask=col_mask, other=0.0)
     q_out = q * cos + q_shifted * -1.0 * sin
     q_out_2 = q_shifted * cos_shifted + q * sin_shifted
 
@@ -70,14 +71,15 @@ def part2(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
+    shared_col = col + 0 * row if BLOCK_COLS >= 128 and BLOCK_COLS < 512 else col  # laid out as rows are
 
     position = tl.load(position_ptr)
     k = tl.load(k_ptr + row * k_stride0 + col, mask=mask, other=0.0)
     k_shifted = tl.load(k_ptr + row * k_stride0 + col + k_offset, mask=mask, other=0.0)
-    cos = tl.load(cos_ptr + col, mask=col_mask, other=0.0)
-    cos_shifted = tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0)
-    sin = tl.load(sin_ptr + col, mask=col_mask, other=0.0)
-    sin_shifted = tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0)
+    cos = tl.load(cos_ptr + shared_col, mask=col_mask, other=0.0)
+    cos_shifted = tl.load(cos_ptr + shared_col + cos_offset, mask=col_mask, other=0.0)
+    sin = tl.load(sin_ptr + shared_col, mask=col_mask, other=0.0)
+    sin_shifted = tl.load(sin_ptr + shared_col + sin_offset, mask=col_mask, other=0.0)
     v = tl.load(v_ptr + row * v_stride0 + col, mask=mask, other=0.0)
     v_shifted = tl.load(v_ptr + row * v_stride0 + col + v_offset, mask=mask, other=0.0)
     fits_k_cache = checked(position, k_cache_extent, True)

@@ -42,7 +42,7 @@ def fa_softmax_cd9718(
     x_max = tl.reduce(tl.where(col_mask, x, float("-inf")), 1, maximum, keep_dims=True)
     exp_x_shifted = tl.exp(x - x_max)
     exp_x_shifted_sum = tl.sum(tl.where(col_mask, exp_x_shifted, 0.0), axis=1, keep_dims=True)
-    inverse_sum = tl.div_rn(1.0, exp_x_shifted_sum)
+    inverse_sum = 1.0 / exp_x_shifted_sum
     out = exp_x_shifted * inverse_sum
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

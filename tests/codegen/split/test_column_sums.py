@@ -38,6 +38,11 @@ def bias_gradient(gradient, x):
     return found, found.sum((0,), keepdim=True)
 
 
+def activated_bias_gradient(gradient, x):
+    found = _aten.gelu_backward(gradient, x, approximate="tanh")
+    return found, found.sum((0,), keepdim=True)
+
+
 def norm_gradients(gradient, x):
     return (gradient * x).sum(0), gradient.sum(0)
 
@@ -50,7 +55,7 @@ def mean_in_another_dtype(gradient, x):
     return (gradient * x).mean(0).to(torch.float64)
 
 
-CASES = (bias_gradient, norm_gradients, extremes, mean_in_another_dtype)
+CASES = (bias_gradient, activated_bias_gradient, norm_gradients, extremes, mean_in_another_dtype)
 
 
 def inputs_of(shape, dtype=torch.float64):
@@ -170,13 +175,13 @@ def launched(kernel, lowered, ops, inputs):
 
 def judge(backend, folder):
     """Run every case on a backend; the first that is wrong raises."""
-    for dtype, shape in itertools.product(DTYPES, ROWS_AND_COLUMNS):
+    for function, dtype, shape in itertools.product((bias_gradient, activated_bias_gradient), DTYPES, ROWS_AND_COLUMNS):
         inputs = inputs_of(shape, dtype)
-        lowered, ops = lower_function(bias_gradient, *inputs)
-        rendered, kernel = built(backend, lowered, folder / f"{dtype}{shape}")
+        lowered, ops = lower_function(function, *inputs)
+        rendered, kernel = built(backend, lowered, folder / f"{function.__name__}{dtype}{shape}")
         assert isinstance(kernel, SeveralKernels) == bool(rendered.parts) == (backend.name == "triton" and shape[0] >= 640)
         found, again = (launched(kernel, lowered, ops, inputs) for _ in range(2))
-        truth, eager = results(bias_gradient, [one.double() for one in inputs]), results(bias_gradient, inputs)
+        truth, eager = results(function, [one.double() for one in inputs]), results(function, inputs)
         # The interpreter cuts bfloat16 off where a GPU rounds: twice the error of one rounding. In fp32 a check's limit holds.
         slack = 2.2 if backend.name == "triton" and dtype is torch.bfloat16 else 1.5 if dtype is torch.float32 else 1.1
         for ours, same, theirs, want in zip(found, again, eager, truth, strict=True):
