@@ -157,7 +157,9 @@ def program(seed, steps):
             made = [step[0](*(pool[one] for one in step[1]), *step[2]) for pool in pools]
         except (RuntimeError, IndexError, ValueError, TypeError):
             continue
-        if max(one.numel() for one in made) > MOST_ELEMENTS or made[0].dim() > 5:
+        # Attention on a CPU gives zeros for a row of NaN at one size and NaN at another: what is kept must be numbers.
+        is_finite = all(bool(one.isfinite().all()) for one in made)
+        if not is_finite or max(one.numel() for one in made) > MOST_ELEMENTS or made[0].dim() > 5:
             continue
         for pool, one in zip(pools, made, strict=True):
             pool.append(one)
