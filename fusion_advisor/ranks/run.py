@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def check_start(ranks: Ranks, request: Any) -> None:
     names = ("torch", "transformers", "triton")
     versions = [f"fusion-advisor {tool_version()}", *(f"{name} {_version(name)}" for name in names)]
     ranks.agree("versions", ", ".join(versions))
-    ranks.agree("the request", json.dumps(request.to_json(), sort_keys=True))
+    ranks.agree("the request", json.dumps(asdict(request), sort_keys=True))
 
 
 def _version(name: str) -> str:

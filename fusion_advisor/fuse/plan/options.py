@@ -213,7 +213,7 @@ class ApplyOptions(ProfileOptions):
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
         if self.graphs < 1:
             raise UsageError(detail=f"graphs={self.graphs} keeps no CUDA graph", help="graph=False tries none")
-        if not 0 <= self.min_gain < 1:
+        if not self.min_gain < 1:  # below 0: what is slower by less stays too
             raise UsageError(detail=f"min_gain {self.min_gain:g} is no share", help="0.01 is 1 % of the step")
         if not 0 <= self.memory_budget <= 1:
             raise UsageError(detail=f"--memory-budget {self.memory_budget:g} is no share", help="pass 0 to 1, or leave it out")

@@ -234,7 +234,7 @@ def test_random_weights_and_cut_layers_are_said() -> None:
     assert "GPU time" not in words
     assert "1,204 launches but 1,201 kernels" in words
     assert "cannot trace (modeling_synthetic.py:77)" in words
-    assert "No measurable difference from eager" in words
+    assert "The step with all rewrites: no measurable difference from eager" in words
 
 
 def test_empty_parts_are_sentences() -> None:
