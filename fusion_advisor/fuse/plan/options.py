@@ -105,7 +105,7 @@ class ProfileOptions:
         for name, least in (("warmup", 0), ("runs", 1), ("min_time_s", 0), ("steps", 1), ("top", 1)):
             if not least <= getattr(self, name) < math.inf:
                 raise UsageError(detail=f"{name} is {getattr(self, name)}", help=f"the least is {least}")
-        if not 0 <= self.min_share < 1:
+        if not 0 <= self.min_share <= 1:
             raise UsageError(detail=f"min_share {self.min_share:g} is no share", help="0.01 is 1 % of the step")
 
     @property

@@ -58,7 +58,7 @@ def test_an_option_that_does_not_exist_is_named_with_what_does(name, words):
         ({"shape_points": "batch=1"}, "shape_points: expected a list"),
         ({"runs": 0}, "runs is 0"),
         ({"top": -1}, "top is -1"),
-        ({"min_share": 1.0}, "min_share 1 is no share"),
+        ({"min_share": 1.5}, "min_share 1.5 is no share"),
         ({"min_gain": 1.5}, "min_gain 1.5 is no share"),
         ({"shapes": "batch=0..4"}, "batch begins at 0"),
     ],

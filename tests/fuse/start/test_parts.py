@@ -16,7 +16,7 @@ from fusion_advisor.fuse.start.described import CannotDescribe, code_digest, des
 from fusion_advisor.fuse.start.graph_text import decode_graph, encode_graph
 from fusion_advisor.fuse.start.outputs import form_of, holds_number
 from fusion_advisor.fuse.start.size_conditions import answer, condition_of, places_in
-from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, fake_mode, symbolic_sizes
+from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, fake_mode, stored_sizes, symbolic_sizes
 from tests.tiny import Calling, toy
 
 
@@ -154,12 +154,12 @@ def test_a_graph_with_open_sizes_made_again_is_the_same_graph_at_all_sizes():
     let_nodes_stand_for_sizes(opened.region.graph)
     symbols = list(opened.names)
     data = json.loads(json.dumps(encode_graph(opened.region.graph, symbols)))
-    guards = [symbolic_sizes.plain(guard, symbols) for guard in opened.guards]
+    guards = [stored_sizes.plain(guard, symbols) for guard in opened.guards]
     bounds = [symbolic_sizes.range_of(opened.environment, symbol) for symbol in symbols]
-    sizes = symbolic_sizes.open_sizes([6], bounds, guards)
+    sizes = stored_sizes.open_sizes([6], bounds, guards)
     again = decode_graph(data, torch.device("cpu"), sizes)
     assert encode_graph(again, sizes.symbols) == data and {"size", "size.floordiv"} <= {row[2] for row in data["nodes"]}
-    assert [symbolic_sizes.plain(guard, sizes.symbols) for guard in map(sizes.expression, guards)] == guards
+    assert [stored_sizes.plain(guard, sizes.symbols) for guard in map(sizes.expression, guards)] == guards
     for rows in (2, 6, 9):
         x = torch.rand(rows, 8)
         given = [rows if isinstance(one, int) else x for one in opened.region.example_args]
