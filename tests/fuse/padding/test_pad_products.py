@@ -159,6 +159,9 @@ def passes():
                                   training_pass=self.name))  # fmt: skip
             return self.graph(*args)
 
+        def take(self, args):
+            return self(*args)
+
     compiled = torch.compile(model, backend=lambda gm, inputs: BothPasses(gm, inputs, Noting).call, dynamic=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         compiled(torch.randn(2, 8, 16)).square().mean().backward()
