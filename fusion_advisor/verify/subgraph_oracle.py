@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
-from fusion_advisor.capture.graph.op_classes import base_name, class_of
+from fusion_advisor.capture.graph.op_classes import base_name, class_of, is_collective
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.lowering.builder.lowered import written_by
 from fusion_advisor.records import OpClass, OpNode, TensorMeta
@@ -71,6 +71,11 @@ class OriginalChain:
         """Whether some op reduces rows or multiplies matrices."""
         classes = {class_of(base_name(str(node.target))) for node in self.nodes}
         return bool(classes & {OpClass.REDUCTION, OpClass.GEMM})
+
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether an op waits for other ranks: then each run of the ops is one on all of them."""
+        return any(is_collective(str(node.target)) for node in self.nodes)
 
     @property
     def keeps_indices(self) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
+from fusion_advisor.capture.graph.op_classes import is_collective
 from fusion_advisor.verify.check_chain import check_calls
 from fusion_advisor.verify.comparison import Comparison
 from fusion_advisor.verify.special_values import Results
+from fusion_advisor.verify.subgraph_oracle import OriginalChain
 from tests.verify.test_check_chain import chain_of
 
 UNIT = torch.finfo(torch.float32).eps
@@ -92,3 +96,26 @@ def test_a_decay_whose_largest_element_makes_up_its_error_is_judged_by_many_inpu
         for wrong in (less_precise, off_at_one_element):
             assert not check_calls([(chain, wrong, inputs)], inputs="some").is_passed, (seed, wrong.__name__)
     assert passed > 32 and again > 3
+
+
+class Meets(OriginalChain):
+    """A chain with an op that waits for other ranks."""
+
+    meets_ranks = True
+
+
+def test_a_chain_in_which_ranks_meet_runs_once_on_each():
+    """What looks wrong on one rank may not on another: a second look would wait there for ranks that went on."""
+    made = torch.Generator().manual_seed(0)
+    inputs = (torch.rand(64, 64, generator=made) * -20, torch.rand(64, 64, generator=made) * 1.4)
+    chain, runs = chain_of(decay, *inputs), []
+
+    def wrong(step, rate):
+        runs.append(1)
+        return less_precise(step, rate)
+
+    assert not check_calls([(chain, wrong, inputs)], inputs="some").is_passed and len(runs) > 1
+    runs.clear()
+    meets = Meets(**{one.name: getattr(chain, one.name) for one in fields(chain)})
+    assert not check_calls([(meets, wrong, inputs)], inputs="some").is_passed and len(runs) == 1
+    assert is_collective("_c10d_functional.all_reduce.default") and not is_collective("aten.sum.default")
