@@ -51,7 +51,7 @@ def restore_shapes(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan) 
     """Let a model serve the ranges that a saved plan was decided for, without a trace where its example call needs none.
 
     Args:
-        fused: the model, with the plan's example call in place; it is told why the model was traced.
+        fused: the model, with the plan's example call in place; keeps the reason where a piece is traced.
         loaded: the model and that call.
         saved: the plan; without ranges nothing is done.
 

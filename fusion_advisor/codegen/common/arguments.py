@@ -39,11 +39,11 @@ _INT32_SAFE = 2**31 - 2**24
 _C_KEYWORDS = frozenset(
     """auto bool break case char class const continue default delete do double else enum extern float for goto if inline int long
     namespace new operator private public register return short signed sizeof static struct switch template this typedef union
-    unsigned using void volatile while""".split()  # noqa: SIM905
+    unsigned using void volatile while""".split()  # noqa: SIM905  # words are read as text
 )
 _STRUCTURE = frozenset(
     """row col rows cols index size outer tile tl triton lane lanes first step mask row_mask col_mask col_tiles row_tiles
-    start item item_mask item_col_mask shared_col""".split()  # noqa: SIM905
+    start item item_mask item_col_mask shared_col""".split()  # noqa: SIM905  # words are read as text
 )
 
 

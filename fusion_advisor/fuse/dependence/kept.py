@@ -2,7 +2,7 @@
 
 A call of size n runs at size N with its inputs extended. A value is *kept* if, cut back to n along each of its long axes, it is
 the value of the call itself. A dim is a product of axes: batch times length after a view, which a later view parts again. An axis
-is long if its size grows with the padded one. What lies behind the cut is *junk*.
+is *long* if its size grows with the padded one. Its elements from n on are *junk*.
 
 Each rule asks whether cutting and the op commute, whatever the inputs hold. Numbers are taken for exact ones that do not
 overflow: where junk is multiplied by zero, it must be no infinity, and ``Span`` says which values can be one.

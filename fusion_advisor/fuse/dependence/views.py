@@ -150,7 +150,7 @@ def _is_all(call: Call, dim: int) -> bool:
 
 
 def _with_less(cut: Kept, dim: int, start: Any, step: Any) -> Kept:
-    """Return a slice with what is still known of it: behind its own end there may lie what is kept."""
+    """Return a slice without what was known of junk: what it has past its own end may be kept elements."""
     lost = set(cut.ordinals(dim))
     facts = {where: number for where, number in cut.facts.items() if not lost & {where.row, where.col}}
     affine = cut.affine

@@ -119,7 +119,7 @@ class ServedPiece:
             model: whose call it is.
             wrap: makes of a graph what is called for one exact shape: it may be recorded as a CUDA graph. None: it is called.
             other: the backend for graphs that dynamo traces where its guards no longer hold.
-            on_trace: told why the model is traced for a call of a piece that started without a trace.
+            on_trace: takes the reason where a piece that started without a trace has to be traced for a call.
         """
         self._wrap = wrap
         self._runners.clear()

@@ -27,7 +27,7 @@ class DescribedSizes:
         symbols: dynamo's.
         places: of each the place of a tensor of the call, and the dim whose size it is.
         open_at: by ``id`` of a tensor, the dims whose sizes and the dims whose strides are open.
-        data: what another process is told; None where no size is open.
+        data: the same as plain data, for another process; None where no size is open.
     """
 
     symbols: list[Any] = field(default_factory=list)

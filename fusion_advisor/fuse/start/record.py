@@ -3,7 +3,7 @@
 Once for a run: versions, torch's global state, facts of the model (classes, sources, configuration, layouts). Once for each call
 that was captured, which is the example call, and in a plan of ranges one call of each piece: the guards as a tree; the code that
 was traced, by name and digest; the graph; which tensors of the call, of the model, or which sizes its inputs are; the form of the
-output. A piece says beside these which sizes are open, what its graph takes for granted of them, and where the piece begins and
+output. A piece has three things more: its open sizes, the guards on them, and where it begins and
 ends. Its layouts and guards are expressions of sizes as nested lists.
 
 Compared when it is loaded: all of this with the model and a call of the same sizes; the pieces' ends with those that the guards

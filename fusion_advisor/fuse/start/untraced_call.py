@@ -287,7 +287,7 @@ class TracedAgain:
         model: whose calls they are.
         untraced: that cannot make them.
         backend: takes dynamo's graphs.
-        on_trace: told why, at each call.
+        on_trace: takes the reason, at each call that is traced.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ def _kind_of(var: Any) -> str:
         return type(var.value).__name__
     try:
         return str(var.python_type().__name__)
-    except NotImplementedError:  # dynamo follows it without saying of which class it is
+    except NotImplementedError:  # what torch raises for a value whose class dynamo does not know
         return type(var).__name__
 
 

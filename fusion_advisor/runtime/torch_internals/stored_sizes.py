@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]  # torch needs it
+import sympy
 from torch.utils._sympy import functions
 
 from fusion_advisor.runtime.torch_internals.symbolic_sizes import Expression, at_sizes, expression_of

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]  # torch needs it
+import sympy
 import torch
 
 Expression = Any

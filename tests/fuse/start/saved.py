@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -55,3 +58,17 @@ def edit(folder, change):
 def put_in(loaded, folder):
     """Load a saved plan and put it in."""
     return apply_plan(loaded, load_plan(folder))
+
+
+def assert_no_frame(script):
+    """Run a script that makes ``fused`` in a process of its own; dynamo may compile nothing there, and kernels have to run."""
+    judged = """
+from tests.fuse.start.saved import frames
+assert fused.traced_because == "" and fused.fallbacks == {} and frames() == {}, (fused.traced_because, frames())
+assert fused.launches > 0
+print("no frame")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script + judged], capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False
+    )
+    assert done.stdout.endswith("no frame\n"), done.stderr[-2000:]
