@@ -36,7 +36,8 @@ class LastStage:
         check_part: compares them with a part of the rewrites, to find a guilty one.
         graph_recorder: what records CUDA graphs on the bench's device; None where there are none.
         choose_graph: decides whether the graph stays.
-        holds_collectives: the recorder records on all ranks together, so that a graph may hold collectives of NCCL.
+        meet: waits until all ranks took back a graph that they had launched in vain. It is given where they record together, so
+            that a graph may hold collectives of NCCL.
         measure_warm_up: times a saved plan's first call.
     """
 
@@ -45,7 +46,7 @@ class LastStage:
     graph_recorder: Callable[[Bench], Recorder | None] = graph_recorder
     choose_graph: Callable[..., GraphRewrite] = choose_graph
     measure_warm_up: Callable[..., WarmUp] = measure_warm_up
-    holds_collectives: bool = False
+    meet: Callable[[], object] | None = None
 
 
 LAST_STAGE = LastStage()

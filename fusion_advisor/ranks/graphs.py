@@ -15,6 +15,9 @@ from fusion_advisor.ranks.recording import Replay, together
 from fusion_advisor.records import GraphRewrite
 from fusion_advisor.timing.host_timer import HostTimer
 
+IN_VAIN = "the original ops, after a CUDA graph that did not fit the call"
+"""Where ranks meet that took back what they had launched ahead."""
+
 
 class AgreedRecorder:
     """Records on all ranks or on none; what it recorded is gone when the ranks part.
@@ -75,4 +78,7 @@ def with_graphs(
         # Not on CUDA: a look at this rank's own power limit runs the step as often as this rank finds it takes.
         return choose(*args, **{**kwargs, "on_cuda": False, "rest": None, "timer": timer})
 
-    return replace(stage, graph_recorder=recorder_of, choose_graph=chosen, holds_collectives=True)
+    def meet() -> None:
+        ranks.gather(IN_VAIN, None)
+
+    return replace(stage, graph_recorder=recorder_of, choose_graph=chosen, meet=meet)

@@ -65,7 +65,17 @@ def test_the_choice_is_made_by_agreed_times_and_looks_at_no_power_limit():
         assert stage.graph_recorder(SimpleNamespace(on_cuda=False)) is None
         assert isinstance(stage.graph_recorder(SimpleNamespace(on_cuda=True)), AgreedRecorder)
         assert stage.choose_graph("model", on_cuda=True, rounds=4, rest=2.0) == "model"
-        return stage.holds_collectives, asked == {"on_cuda": False, "rest": None, "timer": timer, "rounds": 4}
+        stage.meet()
+        return stage.meet is not None, asked == {"on_cuda": False, "rest": None, "timer": timer, "rounds": 4}
 
     assert both(work) == [(True, True), (True, True)]
-    assert not LastStage().holds_collectives
+    assert LastStage().meet is None
+
+
+def test_a_rank_that_launched_in_vain_alone_ends_the_run():
+    def work(ranks):
+        return ranks.gather("timed run", 1) if ranks.rank else with_graphs(LastStage(), ranks, None).meet()
+
+    told = both(work)
+    assert all(isinstance(one, RanksDiffer) for one in told)
+    assert "after a CUDA graph that did not fit the call" in str(told[1])

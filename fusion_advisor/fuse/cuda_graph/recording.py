@@ -152,6 +152,7 @@ class Recording:
         folded_from: what folded values were computed from, with the version count of then.
         flags: backend flags that the kernels were chosen by.
         is_pure: whether it writes to nothing that outlives the call.
+        meet: waits until all ranks took back a launch in vain; None where it has no collectives.
         saved: what is put back when it was launched in vain, each with the copy that the graph begins with; None: it cannot be.
         objects: what was read of the call's objects, whose tensors it writes to.
         memories: the graph's own memory that results are copied or computed from. What the region does last for a result alone (a
@@ -175,6 +176,7 @@ class Recording:
     folded_from: tuple[tuple[torch.Tensor, int], ...]
     flags: tuple[Any, ...]
     is_pure: bool
+    meet: Callable[[], object] | None
     saved: tuple[tuple[weakref.ref[torch.Tensor], torch.Tensor], ...] | None
     objects: tuple[weakref.ref[Any], ...]
     memories: tuple[Memory, ...]

@@ -6,7 +6,7 @@ A graph repeats kernels on recorded addresses, so every assumption is checked at
   take longer than the launch. A replay that fails them is thrown away, and a moved tensor has the step recorded again.
 - The signature, freed memory and the addresses of tensors that the step writes to are checked before the launch.
 - A step that writes to memory that outlives it is launched first only if its small writes can be put back; else after the
-  guards. So is a step with collectives: a launch in vain on one rank would leave the others waiting.
+  guards. Ranks that launched a step with collectives in vain meet before they go on: one that alone did ends the run.
 - Call arguments are copied into static tensors. Version counts guard values folded under ``--freeze``, and the record holds
   the flags by which kernels were chosen (SDPA backends, cuDNN, TF32).
 
@@ -70,10 +70,17 @@ class _Call:
     fresh: Sequence[torch.Tensor] = ()
 
     def undo(self) -> None:
-        """Take back what was launched ahead, if anything was."""
+        """Take back what was launched ahead, if anything was; ranks that met in it do so together."""
+        launched = self.put_back()
+        if launched is not None and launched.meet is not None:
+            launched.meet()
+
+    def put_back(self) -> Recording | None:
+        """Put back what was written ahead, and return what was launched."""
         launched, self.launched, self.fresh = self.launched, None, ()
         if launched is not None:
             launched.undo()
+        return launched
 
 
 class Graphs:
@@ -85,14 +92,16 @@ class Graphs:
         launches: generated kernels that replays launched, less those that were counted while a graph was
             recorded: none runs then.
         padded: calls that ran in a graph of larger sizes.
-        holds_collectives: all ranks record together, so that a graph may hold what NCCL does.
+        meet: waits until all ranks took back what they had launched in vain. It is given where all ranks record together, so that
+            a graph may hold what NCCL does.
     """
 
     def __init__(
-        self, recorder: Recorder, *, limit: int = MOST_RECORDINGS, outputs: Outputs = "clone", holds_collectives: bool = False
-    ) -> None:
+        self, recorder: Recorder, *, limit: int = MOST_RECORDINGS, outputs: Outputs = "clone",
+        meet: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
         self.is_on = True
-        self.holds_collectives = holds_collectives
+        self.meet = meet
         self.launches = 0
         self.padded = 0
         self._outputs = outputs
@@ -172,11 +181,12 @@ class Graphs:
                     under_way.fresh = under_way.launched.hand_out(under_way.launched.known_inputs(), self.outputs)
                 result = call()
             except BaseException:
-                under_way.undo()
+                under_way.put_back()  # a rank that fails ends the run, so that it does not wait for the others here
                 raise
             if under_way.launched is not None and not under_way.launched.is_pure:
                 self._may_run_ahead = False
                 raise HalfWritten(detail="the model's original ops ran after its CUDA graph had written to the cache")
+            under_way.undo()
             return result
         finally:
             self._call = None
@@ -295,11 +305,9 @@ class GraphedRegion:
     """Places of the inputs that must be put back after a replay in vain; None where that would not undo it."""
 
     def __post_init__(self) -> None:
-        self.refusal = host_work(self.module, holds_collectives=self.graphs.holds_collectives)
+        self.refusal = host_work(self.module, holds_collectives=self.graphs.meet is not None)
         self._written, self._is_pure = writes_of(self.module)
         self._saved = saved_inputs(self.module)
-        if has_collectives(self.module):
-            self._is_pure, self._saved = False, None
         self.tallies = tallies_in([self.module])
 
     def __call__(self, *args: Any) -> Any:
@@ -359,6 +367,7 @@ class GraphedRegion:
             layouts={place: layout_of(args[slot]) for place, slot in enumerate(watched) if slot in read_after_graph},
             gone=gone, addresses=tensor_memory.Addresses(used),
             folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
+            meet=self.graphs.meet if has_collectives(self.module) else None,
             saved=undo.pairs(), objects=tuple(map(weakref.ref, objects)),
             memories=memories, results=results, kind=type(result) if is_list else torch.Tensor,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A recorded step with collectives: recorded where ranks do so together, and never launched ahead of its guards."""
+"""A recorded step with collectives: recorded where ranks do so together; those that launched in vain meet first."""
 
 from __future__ import annotations
 
@@ -46,20 +46,47 @@ def graphed(model, x, recorder, **options):
     return FusedModel(model, live.regions, modules, (x,), {}, graphs=graphs).apply()
 
 
-def test_ranks_that_record_together_replay_after_the_guards(model):
-    recorder = FakeRecorder()
-    fused = graphed(model, torch.randn(4, 32), recorder, holds_collectives=True)
+def test_ranks_that_record_together_launch_ahead_and_meet_where_it_was_in_vain(model):
+    recorder, met = FakeRecorder(), []
+    fused = graphed(model, torch.randn(4, 32), recorder, meet=lambda: met.append(recorder.replayed))
     for _ in range(4):
         x = torch.randn(4, 32)
         assert torch.equal(fused(x), model.lin(x) * 1.0 + x)
-    assert (recorder.recorded, recorder.replayed) == (1, 3) and not fused.graphs.refusals
+    assert (recorder.recorded, recorder.replayed, met) == (1, 3, []) and not fused.graphs.refusals
     (recording,) = fused.graphs.recordings
-    assert not recording.may_be_undone(())
-    model.scale = 2.0  # a guard fails, and no rank has launched anything in vain
+    assert recording.may_be_undone(())
+    model.scale = 2.0  # a guard fails after the launch
     x = torch.randn(4, 32)
     with pytest.warns(UserWarning, match="original ops"):
         assert torch.equal(fused(x), model.lin(x) * 2.0 + x)
-    assert recorder.replayed == 3
+    assert (recorder.replayed, met) == (4, [4])
+
+
+def test_a_rank_that_launched_in_vain_alone_ends(model):
+    def nobody_came():
+        raise RuntimeError("rank 1 goes on")
+
+    fused = graphed(model, torch.randn(4, 32), FakeRecorder(), meet=nobody_came)
+    for _ in range(3):
+        fused(torch.randn(4, 32))
+    model.scale = 2.0
+    with pytest.raises(RuntimeError, match="rank 1 goes on"):
+        fused(torch.randn(4, 32))
+
+
+def test_an_error_in_the_guards_waits_for_no_other_rank(model):
+    met = []
+    fused = graphed(model, torch.randn(4, 32), FakeRecorder(), meet=lambda: met.append(1))
+    for _ in range(3):
+        fused(torch.randn(4, 32))
+    leaves, key = (torch.randn(4, 32),), next(iter(fused.graphs._latest))
+
+    def broken():
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fused.graphs.run(key, leaves, broken)
+    assert not met
 
 
 def test_one_process_alone_records_none(model):
