@@ -1,7 +1,8 @@
 """Replays both passes of a training step as CUDA graphs, instead of hundreds of launches from Python in each.
 
 Forward and backward pass are a graph each, in one memory pool: what the forward pass keeps for the backward pass stays where it
-was recorded, and the backward graph reads it there. A graph repeats kernels on recorded addresses, so at each call:
+was recorded, and the backward graph reads it there. After the last use of each it writes other values there, as a backward pass
+does that frees what it has read. A graph repeats kernels on recorded addresses, so at each call:
 
 - Parameters are read where they lie, so an optimizer that writes to them is seen. Where one lies elsewhere (``p.data = …``) the
   step is recorded again.
@@ -10,7 +11,8 @@ was recorded, and the backward graph reads it there. A graph repeats kernels on 
 - A forward pass is replayed only where nothing waits any longer for what the last replay kept: else its backward pass would read
   another step's activations. A step of several forward passes before one backward pass is launched kernel by kernel. So is one
   under ``saved_tensors_hooks``, which may drop some of what is kept early.
-- A backward pass is replayed only where it is given what the recorded forward pass keeps; it may run twice (``retain_graph``).
+- A backward pass is replayed only where it is given what the recorded forward pass keeps, and where autograd frees that then:
+  with ``retain_graph`` it is launched kernel by kernel, and may run again.
 - Random numbers are those of a step launched kernel by kernel: torch moves its generator on ahead of each replay.
 
 The first call only shows which arguments move, the second is recorded. Figures: ``docs/measurements/training_steps.md``.
@@ -30,7 +32,7 @@ from torch.fx import GraphModule
 from fusion_advisor.fuse.cuda_graph.capturable import host_work, seed_slots
 from fusion_advisor.fuse.cuda_graph.recording import Recorder
 from fusion_advisor.fuse.rewrite.launch_count import tallies_in, total
-from fusion_advisor.fuse.step_graph.pass_graph import PassGraph, record_pass
+from fusion_advisor.fuse.step_graph.pass_graph import Kept, PassGraph, record_pass
 from fusion_advisor.runtime.fallback_warning import warn_caller
 from fusion_advisor.runtime.torch_internals import autograd_graphs, tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
@@ -77,12 +79,14 @@ class _Recorded:
 
     Attributes:
         forward: of the forward pass.
+        kept: what holds the memory that the backward pass reads; nothing once that pass was recorded.
         kept_at: addresses of all that the forward pass keeps.
         lease: the memory by which the last replay's kept results are known to be held; None where none lies in the graph.
         backward: of the backward pass, once it was recorded.
     """
 
     forward: PassGraph
+    kept: Kept
     kept_at: frozenset[int] = frozenset()
     lease: weakref.ref[Any] | None = None
     backward: PassGraph | None = None
@@ -102,12 +106,6 @@ class _Recorded:
     def is_unwatched(self) -> bool:
         """Whether something is kept in the graph and nothing of it can stand for all."""
         return self.leased is None and any(isinstance(one, torch.Tensor) for one in self.forward.kept)
-
-    def own(self, value: Any) -> Any:
-        """Return the graph's own tensor for the one that stands for all: a recording that held that would wait for itself."""
-        if self.lease is None or self.leased is None or not isinstance(value, torch.Tensor):
-            return value
-        return self.forward.kept[self.leased] if value.untyped_storage() is self.lease() else value
 
 
 @dataclass(slots=True)
@@ -262,12 +260,13 @@ class StepGraph:
                 self._refuse(reason)
                 return None
         copied = frozenset(slot for slot in self._arguments.moving if isinstance(args[slot], torch.Tensor))
-        graph = self._record(forward, args, copied=copied, owned=frozenset(), keeps=saved)
-        if graph is None:
+        found = self._record(forward, args, copied=copied, kept=Kept([]), keeps=saved)
+        if found is None:
             return None
+        graph, owners = found
         kept = (args[one] if isinstance(one, int) else one for one in graph.kept)
         at = frozenset(one.data_ptr() for one in kept if isinstance(one, torch.Tensor))
-        recorded = _Recorded(graph, at)
+        recorded = _Recorded(graph, owners, at)
         if recorded.is_unwatched:
             self._refuse("nobody can tell when what the forward pass keeps is no longer read")
             return None
@@ -294,24 +293,30 @@ class StepGraph:
         if (reason := self._recorder.refusal()) is not None:
             self._say(reason)
             return None
+        if tensor_memory.is_retained():
+            return None  # nothing is wrong: the caller asked for what the graph would overwrite
         graph = recorded.backward
         if graph is not None and (graph.moved(args) or not graph.fits(args)):
-            graph = None
+            # What is recorded next would be laid out over what this pass still reads.
+            self._recorded, self._recorder = None, None
+            return None
         if graph is None:
             copied = frozenset(slot for slot in range(saved, len(args)) if isinstance(args[slot], torch.Tensor))
-            own = [recorded.own(arg) for arg in args]
-            graph = recorded.backward = self._record(self._passes[1], own, copied=copied, owned=frozenset(range(saved)), keeps=0)
-        if graph is None:
-            return None
+            # Not the one that stands for all: a recording that held it would wait for itself.
+            own = [one if isinstance(one, torch.Tensor) else arg for one, arg in zip(recorded.forward.kept, args, strict=False)]
+            found = self._record(self._passes[1], [*own, *args[saved:]], copied=copied, kept=recorded.kept, keeps=0)
+            if found is None:
+                return None
+            graph = recorded.backward = found[0]
         self.launches += graph.launches
         return graph.replay(args)
 
-    def _record(self, one: Pass, args: Sequence[Any], **how: Any) -> PassGraph | None:
+    def _record(self, one: Pass, args: Sequence[Any], **how: Any) -> tuple[PassGraph, Kept] | None:
         assert self._recorder is not None
         tallies = tallies_in([one.module])
         before = total(tallies)
         try:
-            graph = record_pass(self._recorder, one, args, **how)
+            found = record_pass(self._recorder, one.run, args, **how)
         except CannotRecord as error:
             self._recorded = None
             self._refuse(str(error))
@@ -319,8 +324,8 @@ class StepGraph:
         finally:
             counted = total(tallies) - before
             self.launches -= counted  # none ran
-        graph.launches = counted
-        return graph
+        found[0].launches = counted
+        return found
 
     def _refuse(self, reason: str) -> None:
         """Launch kernel by kernel from now on."""

@@ -31,6 +31,45 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor))
 
 
+def is_retained() -> bool:
+    """Whether the backward pass under way in this thread leaves what was kept for it, as ``retain_graph`` asks."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+class _Span:
+    """Memory of a GPU as torch takes it from another library: it asks for no more than where it lies.
+
+    Args:
+        address: of its first byte.
+        nbytes: of it.
+        holder: lives as long as the tensor that is made of it.
+    """
+
+    def __init__(self, address: int, nbytes: int, holder: object) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2,
+        }  # fmt: skip
+        self.holder = holder
+
+
+def without_memory(tensor: torch.Tensor, holder: object) -> torch.Tensor:
+    """Return a tensor over the same memory that does not keep the allocator from giving it away.
+
+    Whoever reads it must know what lies there. On a CPU, and where nothing lies in memory, it is the tensor itself.
+
+    Args:
+        tensor: on a GPU, of plain strides.
+        holder: keeps the memory mapped; lives as long as the tensor that is returned.
+    """
+    storage = tensor.untyped_storage()
+    if not tensor.is_cuda or not storage.nbytes() or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        nbytes = storage.nbytes() // tensor.element_size() * tensor.element_size()
+        span = torch.as_tensor(_Span(storage.data_ptr(), nbytes, holder), device=tensor.device)
+        return span.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 class Addresses:
     """Addresses of tensors' data: 425 are compared in 47 µs of Python, in a fraction of it where torch can in C++ (CUDA builds).
 

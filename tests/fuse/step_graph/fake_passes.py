@@ -5,20 +5,32 @@ from __future__ import annotations
 import torch
 
 from fusion_advisor.fuse.cuda_graph.recording import flat
+from fusion_advisor.fuse.step_graph.pass_graph import Kept
 from fusion_advisor.fuse.step_graph.step_graph import StepGraph
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 
 
 class FakePasses(FakeRecorder):
-    """Records a pass: nothing is computed then, and a replay computes on the recorded memory alone."""
+    """Records a pass: nothing is computed then, and a replay computes on the recorded memory alone.
+
+    A replayed backward pass overwrites what the forward pass has kept for it.
+
+    Attributes:
+        is_busy: a pass runs that is recorded or replayed.
+    """
+
+    is_busy = False
 
     def record(self, call):
         if self.fails is not None:
             raise self.fails
         self.recorded += 1
+        self.is_busy = True
+        overwritten = _held(call)
         state = torch.get_rng_state()
         results = list(call())
+        self.is_busy = False
         torch.set_rng_state(state)  # nothing has run
         given = {value.untyped_storage().data_ptr() for value in _arguments(call)}
         own = _own(results, given)
@@ -28,8 +40,12 @@ class FakePasses(FakeRecorder):
 
         def replay():
             self.replayed += 1
+            self.is_busy = True
             for old, new in zip(own, _own(call(), given), strict=True):
                 flat(old).copy_(flat(new))
+            for one in overwritten:
+                flat(one).fill_(float("nan"))
+            self.is_busy = False
 
         return replay, results
 
@@ -38,6 +54,13 @@ def _own(results, given):
     """The results that lie in the graph's own memory."""
     tensors = [value for value in results if isinstance(value, torch.Tensor)]
     return [value for value in tensors if value.untyped_storage().data_ptr() not in given]
+
+
+def _held(call):
+    """The floats whose memory a backward pass is given to use again."""
+    cells = [cell.cell_contents for cell in call.__closure__ or ()]
+    owners = [one for cell in cells if isinstance(cell, Kept) for one in cell.owners]
+    return [one for one in owners if one is not None and one.is_floating_point()]
 
 
 def _arguments(call):
@@ -49,15 +72,15 @@ def _arguments(call):
 class Launched:
     """A pass that is not rewritten; counts how often it ran launch by launch."""
 
-    def __init__(self, graph, around=None):
+    def __init__(self, graph, recorder):
         self.graph = self.module = graph
-        self.around, self.runs = around, 0
+        self.around, self.runs, self._recorder = None, 0, recorder
 
     def take(self, args):
         return self.run(args) if self.around is None else self.around(args)
 
     def run(self, args):
-        self.runs += 1
+        self.runs += not getattr(self._recorder, "is_busy", False)
         return self(*args)
 
     def __call__(self, *args):
@@ -79,7 +102,7 @@ class Backend:
     def __call__(self, graph_module, inputs):
         def taken(name):
             def take(graph):
-                self.passes[name] = Launched(graph)
+                self.passes[name] = Launched(graph, self.recorder)
                 return self.passes[name]
 
             return take

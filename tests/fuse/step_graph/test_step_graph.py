@@ -148,7 +148,35 @@ def test_a_backward_pass_may_run_twice_and_after_a_later_step(made, direct):
         loss.backward()
         found.append([parameter.grad for parameter in one.parameters()])
     assert_same(*found)
-    assert backend.graphs.refusals == {WAITING: 1} and backend.graphs.replays == [1, 2]
+    # The first pass leaves what its graph would overwrite.
+    assert backend.graphs.refusals == {WAITING: 1} and backend.graphs.replays == [1, 1]
+
+
+def test_a_backward_pass_that_was_recorded_for_other_flags_is_launched_and_both_are_recorded_again(made, direct):
+    compiled, _, backend = made
+    found = []
+    for one in (compiled, direct):
+        for seed in (0, 1):
+            step(one, seed)
+        one.zero_grad(set_to_none=True)
+        torch.manual_seed(2)
+        loss, _ = one(x(2))
+        with torch.backends.cudnn.flags(deterministic=True):
+            loss.backward()
+        found.append(cloned(parameter.grad for parameter in one.parameters()))
+    assert_same(*found)
+    assert backend.graphs.replays == [2, 1]
+    assert_same(step(compiled, 3), step(direct, 3))
+    assert_same(step(compiled, 4), step(direct, 4))
+    assert backend.recorder.recorded == 4 and backend.graphs.replays == [4, 3]
+
+
+def test_nothing_holds_what_is_kept_once_the_backward_pass_was_recorded(made):
+    compiled, _, backend = made
+    for seed in (0, 1):
+        step(compiled, seed)
+    recorded = backend.graphs._recorded
+    assert recorded.backward is not None and recorded.kept.owners == [] and recorded.forward.kept
 
 
 def test_hooks_that_drop_some_of_what_is_kept_have_the_step_launched(made, direct):

@@ -89,6 +89,53 @@ def test_memory_stays_the_same_and_is_freed(pair):
     assert torch.cuda.memory_allocated() < held.pop()
 
 
+def test_a_backward_pass_uses_memory_of_what_it_has_read():
+    torch.manual_seed(0)
+    model, backend = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(12)]).cuda(), Backend(CudaRecorder())
+    compiled, rows = torch.compile(model, backend=backend, dynamic=False), torch.randn(1024, 1024, device="cuda")
+    compiled(rows).sum().backward()
+    loss = compiled(rows).sum()
+    kept_bytes = backend.graphs.pool_bytes
+    loss.backward()
+    # Twelve gradients of weights lie where twelve activations were.
+    assert backend.graphs.replays == [1, 1] and backend.graphs.pool_bytes - kept_bytes < 6 * rows.nbytes
+    torch.compiler.reset()
+
+
+def test_what_a_replay_kept_outlives_its_graph(pair):
+    compiled, direct, backend = pair
+    found = []
+    for one in (compiled, direct):
+        step(one, 0), step(one, 1)
+        one.zero_grad(set_to_none=True)
+        torch.manual_seed(2)
+        loss = one(x(2).cuda())[0]
+        if one is compiled:
+            backend.graphs.forget()
+            gc.collect()
+            torch.cuda.empty_cache()
+        junk = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+        loss.backward()
+        found.append([parameter.grad for parameter in one.parameters()])
+        del junk
+    assert_same(*found)
+
+
+def test_a_retained_backward_pass_runs_again(pair):
+    compiled, direct, backend = pair
+    found = []
+    for one in (compiled, direct):
+        step(one, 0), step(one, 1)
+        one.zero_grad(set_to_none=True)
+        torch.manual_seed(2)
+        loss = one(x(2).cuda())[0]
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([parameter.grad for parameter in one.parameters()])
+    assert_same(*found)
+    assert backend.graphs.replays == [2, 2]
+
+
 class Attending(torch.nn.Module):
     """Attention in fp32 with a mask and a dropout: its seeds lie in host memory, or on the device in a graph."""
 

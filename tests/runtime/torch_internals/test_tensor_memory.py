@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -68,3 +71,51 @@ def test_addresses_on_a_gpu():
     addresses = tensor_memory.Addresses(tensors)
     assert addresses._at_once is not None
     assert addresses.are_of(tensors) and not addresses.are_of([*tensors[:2], tensors[2].clone()])
+
+
+def test_a_backward_pass_is_retained_where_its_caller_asks():
+    seen = []
+
+    class Told(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(tensor_memory.is_retained())
+            return gradient
+
+    loss = Told.apply(torch.ones(2, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [True, False]
+
+
+def test_on_a_cpu_a_tensor_holds_its_memory():
+    tensor = torch.randn(4)
+    assert tensor_memory.without_memory(tensor, None) is tensor
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool, torch.int64])
+def test_memory_is_read_and_not_held(dtype):
+    class Holder:
+        pass
+
+    holder, before = Holder(), torch.cuda.memory_allocated()
+    tensor = torch.randn(64, 1024, device="cuda").to(dtype)[1:].t()
+    expected, other = tensor.clone(), tensor_memory.without_memory(tensor, holder)
+    assert (other.data_ptr(), other.shape, other.stride(), other.dtype) == (
+        tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype,
+    )  # fmt: skip
+    assert torch.equal(other, expected) and not other.requires_grad
+    alive = weakref.ref(holder)
+    del holder, expected
+    assert alive() is not None
+    allocated = torch.cuda.memory_allocated()
+    del tensor
+    assert before <= torch.cuda.memory_allocated() < allocated
+    del other
+    gc.collect()
+    assert alive() is None
