@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch.fx import GraphModule
 
-from fusion_advisor import units
 from fusion_advisor.fuse.cuda_graph.capturable import host_work
 from fusion_advisor.fuse.decide.alone import savings_alone
 from fusion_advisor.fuse.decide.exact import inexact_passes
@@ -206,7 +205,8 @@ def _tell(candidates: Sequence[Candidate], decision: Decision, fusions: Sequence
         verdict = decision.verdicts.get(candidate.id)  # none for what is in every step that was timed
         if verdict is not None and verdict.status is Status.KEPT:
             name = f"{candidate.id} {kernels.get(candidate.id, '')}".rstrip()
-            progress.found(f"{name}: {units.delta(verdict.delta_ns)} {units.delta_interval(*verdict.interval_ns)} per step")
+            span = f": {span_of(verdict.delta_ns, verdict.interval_ns)}" if verdict.is_timed else ""
+            progress.found(f"{name}{span}")
 
 
 def _pass_row(rewrite: PassRewrite, every: Variant, verdict: Verdict | None, timed_ns: int | None) -> GraphRewrite:

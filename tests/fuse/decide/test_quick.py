@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
+from fusion_advisor.fuse.decide.choose import _tell
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.keep_rule import decide
 from fusion_advisor.fuse.decide.quick import UNPROVEN, decide_quickly, on_top_quickly
@@ -47,6 +51,16 @@ def test_nothing_stays_where_the_step_is_no_faster_with_all_of_it(clock, effect,
     found, _ = quickly(clock, {"a": effect, "b": 0}, {"a": -50_000 if effect else -2_000, "b": -1_000})
     assert {one.status for one in found.verdicts.values()} <= {status, Status.TOO_LITTLE}
     assert found.after == found.before
+
+
+def test_a_gain_that_nobody_timed_by_itself_is_shown_without_a_figure(clock):
+    found, _ = quickly(clock, {"a": -60_000, "b": -50_000}, {"a": -60_000, "b": -50_000})
+    told = []
+    _tell(candidates({"a": 0, "b": 0}), found, [], SimpleNamespace(found=told.append))
+    assert told == ["a", "b"]
+    timed = replace(found.verdicts["a"], delta_ns=-60_000, interval_ns=(-61_000, -59_000), is_timed=True)
+    _tell(candidates({"a": 0}), replace(found, verdicts={"a": timed}), [], SimpleNamespace(found=told.append))
+    assert told[2] == "a: −60.0 µs [−61.0, −59.0] µs per step"
 
 
 def test_own_times_decide_where_the_step_cannot_tell(clock):

@@ -7,6 +7,7 @@ import torch
 from fusion_advisor.fuse.cuda_graph.recording import flat
 from fusion_advisor.fuse.step_graph.pass_graph import Kept
 from fusion_advisor.fuse.step_graph.step_graph import StepGraph
+from fusion_advisor.fuse.train.passes.freed_arguments import taking_a_list
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 
@@ -75,13 +76,14 @@ class Launched:
     def __init__(self, graph, recorder):
         self.graph = self.module = graph
         self.around, self.runs, self._recorder = None, 0, recorder
+        self._freeing = taking_a_list(graph).forward
 
     def take(self, args):
         return self.run(args) if self.around is None else self.around(args)
 
     def run(self, args):
         self.runs += not getattr(self._recorder, "is_busy", False)
-        return self(*args)
+        return self._freeing(args)
 
     def __call__(self, *args):
         return self.graph(*args)

@@ -91,8 +91,8 @@ def test_memory_stays_the_same_and_is_freed(pair):
 
 def test_a_backward_pass_uses_memory_of_what_it_has_read():
     torch.manual_seed(0)
-    model, backend = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(12)]).cuda(), Backend(CudaRecorder())
-    compiled, rows = torch.compile(model, backend=backend, dynamic=False), torch.randn(1024, 1024, device="cuda")
+    model, backend = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(12)]).cuda(), Backend(CudaRecorder())
+    compiled, rows = torch.compile(model, backend=backend, dynamic=False), torch.randn(4096, 4096, device="cuda")
     compiled(rows).sum().backward()
     loss = compiled(rows).sum()
     kept_bytes = backend.graphs.pool_bytes
