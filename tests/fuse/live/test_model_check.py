@@ -87,3 +87,25 @@ def test_complex_numbers_keep_their_imaginary_parts_in_the_copy(scale, shift, pa
 def test_the_least_memory_of_all_ranks_decides():
     assert oracle_of(memory_bytes=lambda _: (100, 10**9)) == "eager"
     assert oracle_of(memory_bytes=lambda _: (10**9, 10**9)) == "float64 copy"
+
+
+class Masked(torch.nn.Linear):
+    """Returns scores, and its dtype's least number where there is nothing to score."""
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores.masked_fill(x < 0, torch.finfo(scores.dtype).min)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (1.01, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_mask_of_the_least_number_hides_no_error(dtype, factor, passes):
+    torch.manual_seed(0)
+    model, x = Masked(16, 16).to(dtype).eval(), torch.randn(8, 16).to(dtype)
+
+    def fused():
+        return torch.where(x < 0, model(x), (torch.nn.functional.linear(x, model.weight, model.bias) * factor))
+
+    with torch.no_grad():
+        check = check_whole_model(describe_live(model, (x,)), lambda: model(x), fused, Written())
+    assert check.oracle != "eager" and check.is_passed is passes
