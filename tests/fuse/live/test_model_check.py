@@ -49,6 +49,54 @@ def test_a_copy_that_one_rank_cannot_run_is_compared_with_on_none():
         oracle_of(Narrow(torch.OutOfMemoryError("no memory")), worst=str)
 
 
+class Refuses(torch.nn.Linear):
+    """A model whose own code takes no other dtype than its weights have now."""
+
+    def __init__(self, error):
+        super().__init__(4, 4)
+        self.error = error
+
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise self.error
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("error", [AssertionError("fp32 only"), TypeError("fp32"), KeyError(torch.float64), ValueError("no")])
+def test_a_model_that_refuses_a_wider_dtype_is_compared_with_eager(error):
+    assert oracle_of(Refuses(error)) == "eager"
+
+
+class Names(torch.nn.Module):
+    """A model that names dtypes: a state that it makes, casts, and autocast around a layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.beside = 0.0
+
+    def forward(self, x):
+        state = torch.zeros(x.shape[0], 64)
+        for _ in range(2):
+            state = torch.tanh(state @ self.inner.weight + x.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            half = torch.nn.functional.gelu(self.inner(state))
+        return self.outer(half.float()) * (1 + self.beside), half
+
+
+@pytest.mark.parametrize(("beside", "passes"), [(0.0, True), (1e-4, True), (0.03, False)])
+def test_dtypes_that_a_model_names_are_wide_in_its_copy(beside, passes):
+    """Eager's result has three digits, as it rounds to bfloat16: a copy that rounds there too would ask for seven."""
+    model, other = Names().eval(), Names().eval()
+    other.beside = beside
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        check = check_whole_model(describe_live(model, (x,)), lambda: model(x), lambda: other(x), Written())
+    assert check.oracle == "float64 copy" and check.is_passed is passes
+    assert 1e-4 < check.eager_rel_l2 < 1e-2
+
+
 class Turned(torch.nn.Module):
     """Turns pairs by complex numbers, as Llama's first code did, mixes them, and counts into a complex buffer."""
 
