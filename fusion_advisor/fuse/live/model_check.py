@@ -6,6 +6,7 @@ Tensors that a call writes to (a KV cache, a count) are outputs like any other: 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _HEADROOM = 1.5
 """A copy is made only where this much more than its parameters is free: activations of a wider dtype need room too."""
 
 _COUNTS = "written counts"
+_BRACKETS = re.compile(r"\['?([^'\]]*)'?\]")
+"""Around a key or a place in an output: ``['vision']['hidden'][0]`` is shown as ``vision.hidden.0``."""
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -127,7 +130,7 @@ def named_tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     """Flatten a model's output into (name, tensor); dataclasses and other objects that hold tensors are looked into."""
     found: list[tuple[str, torch.Tensor]] = []
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
-        name = pytree.keystr(path).strip("[]'.\"")
+        name = _BRACKETS.sub(r".\1", pytree.keystr(path)).strip(".")
         if isinstance(leaf, torch.Tensor):
             found.append((name or "output", _dense(leaf)))
         else:
