@@ -152,7 +152,7 @@ def _oracle(
     memory_bytes: Callable[[torch.device], tuple[int, int]],
     worst: Callable[[str], str] | None,
 ) -> tuple[_Outcome | None, str]:
-    wide = _wide(loaded.model, dtypes)
+    wide = _wide(loaded, dtypes)
     device = torch.device(loaded.record.device)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     free, _ = memory_bytes(device)
@@ -182,16 +182,19 @@ def _oracle(
     return None, "eager"
 
 
-def _wide(model: torch.nn.Module, dtypes: Iterable[torch.dtype]) -> torch.dtype:
+def _wide(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype of a copy that is more precise than the model.
 
     Args:
-        model: most of its weights are in the dtype that it computes in, whatever autocast inside it makes of them.
+        loaded: most of its weights, or of what it is given where it has none, are in the dtype that it computes in, whatever it
+            makes of them in between.
         dtypes: of its floating outputs.
     """
     counts: dict[torch.dtype, int] = {}
-    for weight in model.parameters():
-        counts[weight.dtype] = counts.get(weight.dtype, 0) + weight.numel()
+    weights: list[torch.Tensor] = [*loaded.model.parameters()]
+    for tensor in weights or [given for _, given in tensors_in("", (loaded.args, loaded.kwargs))]:
+        if tensor.is_floating_point():
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
     own = {max(counts, key=counts.__getitem__)} if counts else set(dtypes)
     is_narrow = set(dtypes) & _HALF and own & _HALF
     return torch.float32 if is_narrow else torch.float64

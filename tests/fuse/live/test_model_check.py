@@ -97,6 +97,22 @@ def test_dtypes_that_a_model_names_are_wide_in_its_copy(beside, passes):
     assert 1e-4 < check.eager_rel_l2 < 1e-2
 
 
+class Rounds(torch.nn.Module):
+    """Has no weights, and returns a result that it rounds beside one that it does not."""
+
+    def forward(self, x):
+        y = torch.softmax(x * 1.1, -1)
+        return y, y.bfloat16()
+
+
+@pytest.mark.parametrize(("dtype", "oracle"), [(torch.float32, "float64 copy"), (torch.bfloat16, "float32 copy")])
+def test_a_model_without_weights_computes_in_the_dtype_of_what_it_is_given(dtype, oracle):
+    model, x = Rounds().eval(), torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        check = check_whole_model(describe_live(model, (x,)), lambda: model(x), lambda: model(x), Written())
+    assert check.is_passed and check.oracle == oracle and check.eager_rel_l2 > 0
+
+
 class Turned(torch.nn.Module):
     """Turns pairs by complex numbers, as Llama's first code did, mixes them, and counts into a complex buffer."""
 
