@@ -19,12 +19,12 @@ def shortfall(check: ModelCheck) -> str:
     """Say where a whole model's numbers fail: the worst output, how far it is off, and how far eager's is."""
     if check.fused_rel_l2 == math.inf and check.eager_rel_l2 == 0 and not check.worst:
         return f"{', '.join(map(repr, check.outputs))}: another shape than eager's"
+    if count := check.nonfinite_mismatches:
+        elements = "1 element is" if count == 1 else f"{count:,} elements are"
+        return f"{elements} NaN or infinite in eager's outputs alone or in ours alone, {check.worst!r} among them"
     if check.oracle == "eager":
-        text = f"{check.worst!r} is {check.fused_rel_l2:.2g} off eager's, relative"
-    else:
-        text = f"{check.worst!r} is {check.fused_rel_l2:.2g} off a {check.oracle}, relative, and eager's {check.eager_rel_l2:.2g}"
-    count = check.nonfinite_mismatches
-    return text + (f"; {count} element{'s' * (count != 1)} NaN or infinite on one side alone" if count else "")
+        return f"{check.worst!r} is {check.fused_rel_l2:.2g} off eager's, relative"
+    return f"{check.worst!r} is {check.fused_rel_l2:.2g} off a {check.oracle}, relative, and eager's {check.eager_rel_l2:.2g}"
 
 
 def comparable_device_ns(before: StepProfile, after: StepProfile) -> tuple[int, int] | None:
