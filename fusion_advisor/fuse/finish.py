@@ -32,7 +32,7 @@ from fusion_advisor.fuse.rewrite.collective_kernels import ALL_REDUCE_NORM
 from fusion_advisor.fuse.rewrite.collective_kernels import TITLES as SUM_TITLES
 from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS, TITLE
-from fusion_advisor.fuse.whole_model_gate import comparable_device_ns, why_nothing_stays, why_parts_do_not_pay
+from fusion_advisor.fuse.whole_model_gate import comparable_device_ns, shortfall, why_nothing_stays, why_parts_do_not_pay
 from fusion_advisor.records import EAGER, OURS, Capture, ModelCheck, Report, Status, StepProfile
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.load import LoadedWorkload
@@ -111,7 +111,7 @@ def _install(job: Job, kept: KeptStep) -> AppliedRun:
     check = checked(installed)
     if not check.is_passed:
         with job.clock.phase("find what is wrong"):
-            left = _without_guilty(job, kept)
+            left = _without_guilty(job, kept, check)
         if left is not None:
             if installed.fused.graphs is not None:
                 installed.fused.graphs.forget()
@@ -217,7 +217,7 @@ def checked(installed: Installed) -> ModelCheck:
     return check
 
 
-def _without_guilty(job: Job, kept: KeptStep) -> KeptStep | None:
+def _without_guilty(job: Job, kept: KeptStep, check: ModelCheck) -> KeptStep | None:
     """Return what is left without the rewrites that make the whole model wrong; None where there is none to blame."""
     bench = job.bench
     suspects = bisect.suspects_of(kept.report, kept.built, kept.linears)
@@ -230,7 +230,8 @@ def _without_guilty(job: Job, kept: KeptStep) -> KeptStep | None:
     job.progress.warn(f"right alone, wrong in the whole model: {', '.join(sorted(names))}")
     left = [one for one in kept.built if one.planned.id not in names]
     linears = tuple(one for one in kept.linears if one.id not in names)
-    dropped = bisect.without(kept.report, guilty, tuple(replaced_sites(bench.build(left, (), linears))))
+    placed = tuple(replaced_sites(bench.build(left, (), linears)))
+    dropped = bisect.without(kept.report, guilty, placed, why=shortfall(check))
     step, original = step_of(bench, left, kept_passes(dropped.rewrites), linears), step_of(bench, (), ())
     budget_s = job.options.budgets.wall_s if job.options.is_timed else 0.0
     timed = confirmed(StepRunner(bench), kept.decision, original.run, step.run, budget_s=budget_s)
@@ -285,25 +286,24 @@ def _refusal(installed: Installed, measured: Measured, before: StepProfile, afte
     device_ns = comparable_device_ns(before, after)
     before_ns, after_ns = device_ns or (0, 0)
     refusal = why_nothing_stays(
-        measured.check.is_passed,
+        measured.check,
         before_ns,
         after_ns,
         before.wall,
         after.wall,
         is_device_judged=bench.on_cuda and not installed.is_graphed and device_ns is not None,
         is_time_judged=options.is_timed,
-        is_capture_right=measured.check.is_passed or _is_capture_right(installed),
+        captured=None if measured.check.is_passed else _check_of_capture(installed),
     )
     if refusal is None and options.is_timed and not bench.live.is_whole():
         refusal = why_parts_do_not_pay(installed.kept.decision, before.wall, after.wall, options.confidence)
     return refusal
 
 
-def _is_capture_right(installed: Installed) -> bool:
-    """Whether the captured graphs, with the model's own ops in them, gave the model's numbers."""
+def _check_of_capture(installed: Installed) -> ModelCheck:
+    """Compare what the captured graphs gave, with the model's own ops in them, with the model's numbers."""
     job = installed.job
     with torch.no_grad():
-        check = job.last.check_model(
+        return job.last.check_model(
             job.loaded, job.eager_call, lambda: job.bench.live.output, job.bench.live.written, tolerance=job.options.tolerance
         )
-    return check.is_passed

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 from fusion_advisor import units
 from fusion_advisor.fuse.decide.keep_rule import Decision
-from fusion_advisor.records import OpClass, StepProfile, Timing
+from fusion_advisor.records import ModelCheck, OpClass, StepProfile, Timing
 from fusion_advisor.timing import interleaving
 
 _CAPTURED_OTHERWISE = (
     "dynamo's capture computes other numbers than the model, with the model's own ops too (torch's transformer layers leave "
-    "their fast path when captured, for example): everything was reverted"
+    "their fast path when captured, transformers builds masks that eager skips, for example)"
 )
+
+
+def shortfall(check: ModelCheck) -> str:
+    """Say where a whole model's numbers fail: the worst output, how far it is off, and how far eager's is."""
+    if check.fused_rel_l2 == math.inf and check.eager_rel_l2 == 0 and not check.worst:
+        return f"{', '.join(map(repr, check.outputs))}: another shape than eager's"
+    if count := check.nonfinite_mismatches:
+        elements = "1 element is" if count == 1 else f"{count:,} elements are"
+        return f"{elements} NaN or infinite in eager's outputs alone or in ours alone, {check.worst!r} among them"
+    if check.oracle == "eager":
+        return f"{check.worst!r} is {check.fused_rel_l2:.2g} off eager's, relative"
+    return f"{check.worst!r} is {check.fused_rel_l2:.2g} off a {check.oracle}, relative, and eager's {check.eager_rel_l2:.2g}"
 
 
 def comparable_device_ns(before: StepProfile, after: StepProfile) -> tuple[int, int] | None:
@@ -33,7 +47,7 @@ def _between_ranks(step: StepProfile) -> tuple[int, int]:
 
 
 def why_nothing_stays(
-    is_passed: bool,
+    check: ModelCheck | None,
     before_ns: int,
     after_ns: int,
     wall_before: Timing,
@@ -41,17 +55,18 @@ def why_nothing_stays(
     *,
     is_device_judged: bool,
     is_time_judged: bool,
-    is_capture_right: bool = True,
+    captured: ModelCheck | None = None,
 ) -> str | None:
     """The whole-model gate: numbers pass and the step never becomes slower than eager, or everything is reverted.
 
     Without a graph, device time may not rise either: a wall time that the host decides would hide it. With ``keep="verified"`` no
-    time is judged. ``is_capture_right`` says whether the captured graphs give the model's numbers with the model's own ops.
+    time is judged. ``captured`` is the check of the captured graphs with the model's own ops, where the fused model's failed.
     """
-    if not is_passed and not is_capture_right:
-        return _CAPTURED_OTHERWISE
-    if not is_passed:
-        return "the whole model's numbers do not pass: everything was reverted"
+    is_wrong = check is not None and not check.is_passed
+    if is_wrong and captured is not None and not captured.is_passed:
+        return f"{_CAPTURED_OTHERWISE}: {shortfall(captured)}; everything was reverted"
+    if check is not None and is_wrong:
+        return f"the whole model's numbers do not pass ({shortfall(check)}): everything was reverted"
     if not is_time_judged:
         return None
     if is_device_judged and after_ns > before_ns:

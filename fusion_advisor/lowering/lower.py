@@ -98,6 +98,8 @@ def _lower_nest(
             _refuse_unread_ids(lowering)
             if lowering.has_columns:
                 refuse_read_back(lowered.program)
+            if not lowered.inputs:  # ``flags | True``, or a reduction of nothing: no tensor says on which device it runs
+                raise CannotLower("FA605", "the chain reads no element of a tensor: its result is the same in each call")
             return lowered
         except CutLoop as cut:
             nest = nest.cut(cut.variable, cut.inner)

@@ -11,7 +11,7 @@ import torch
 
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.verify.accuracy import Error, error_of, is_inside, unit_of
-from fusion_advisor.verify.likeliest import agreement
+from fusion_advisor.verify.fill_values import parted
 from fusion_advisor.verify.pieces import pieces
 
 MODEL_FACTOR = 1.5
@@ -21,6 +21,8 @@ _QUANTILE = 3.09
 """Of the normal distribution: one in a thousand lies above."""
 _LEAST_LOGITS = 1000
 """Columns above which an output holds logits."""
+_FILLED = "where masked"
+"""Behind an output's name: what it holds at masked places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +121,10 @@ def check_model(
     ]
     if not outputs:
         raise ValueError("the model returns no floating tensor")
-    worst = max(outputs, key=lambda output: output.overrun(oracle_name))
+    worst = max(outputs, key=lambda output: (output.between.nonfinite > 0, output.overrun(oracle_name)))
     logits = next((output for output in outputs if output.is_logits), None)
-    token, five = (None, None) if logits is None else agreement(logits.ours, logits.theirs)
-    own_token, own_five = (None, None) if logits is None or oracle_name == "eager" else agreement(logits.theirs, logits.truth)
+    token, five = (None, None) if logits is None else _agreement(logits.ours, logits.theirs)
+    own_token, own_five = (None, None) if logits is None or oracle_name == "eager" else _agreement(logits.theirs, logits.truth)
     mismatches = sum(output.between.nonfinite for output in outputs)
     return ModelCheck(
         oracle=oracle_name,
@@ -163,22 +165,29 @@ def _floating_outputs(
     exact: Collection[str],
     least_factor: float,
 ) -> list[_Output]:
-    return [
-        _Output(
-            name=name,
-            ours=ours,
-            theirs=theirs,
-            truth=truth,
-            ours_error=error_of(ours, truth),
-            theirs_error=error_of(theirs, truth),
-            between=error_of(ours, theirs),
-            is_exact=name in exact,
-            least_factor=least_factor,
-            drawn=(),
-        )
-        for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True)
-        if ours.is_floating_point()
-    ]
+    found: list[_Output] = []
+    for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True):
+        if not ours.is_floating_point():
+            continue
+        parts = parted(ours, theirs, truth)
+        rows = [(name, parts.whole, parts.numbers)]
+        rows += [(f"{name} {_FILLED}", parts.fills, parts.fills)] if parts.fills is not None else []
+        for title, (mine, eagers, true), numbers in rows:
+            found.append(
+                _Output(
+                    name=title,
+                    ours=mine,
+                    theirs=eagers,
+                    truth=true,
+                    ours_error=error_of(numbers[0], numbers[2]),
+                    theirs_error=error_of(numbers[1], numbers[2]),
+                    between=error_of(numbers[0], numbers[1]),
+                    is_exact=name in exact,
+                    least_factor=least_factor,
+                    drawn=(),
+                )
+            )
+    return found
 
 
 def _are_within(outputs: Sequence[_Output], oracle_name: str, tolerance: Tolerance | None) -> bool:
@@ -222,3 +231,18 @@ def _of_other_shapes(names: Sequence[str], oracle_name: str) -> ModelCheck:
         limit="the shapes of eager's outputs, which a model that draws random numbers may not keep to itself",
         is_passed=False,
     )
+
+
+def _agreement(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+    """Return the shares of positions with the same likeliest token, and with the same five likeliest in any order.
+
+    Args:
+        one: logits ``[..., vocabulary]``.
+        other: logits of the same shape.
+    """
+    token = (one.argmax(-1) == other.argmax(-1)).double().mean()
+    return float(token), float((_five(one) == _five(other)).all(-1).double().mean())
+
+
+def _five(logits: torch.Tensor) -> torch.Tensor:
+    return logits.topk(5, dim=-1).indices.sort(dim=-1).values

@@ -199,3 +199,10 @@ def test_only_softmaxs_own_sum_is_divided_by_through_its_reciprocal(function, is
     """Any other sum may be so small that its reciprocal is infinite."""
     ops = [value.op for value in program(function, torch.randn(4, 8)).values]
     assert ("div" in ops, "reciprocal" in ops) == (is_divided, not is_divided)
+
+
+@pytest.mark.parametrize("function", [lambda x: x | True, lambda x: x & False])
+def test_a_chain_that_reads_nothing_is_refused(function):
+    """Its kernel had no operand to say on which device it runs: ``apply`` ended in an IndexError."""
+    with pytest.raises(CannotLower, match="reads no element of a tensor"):
+        lower_function(function, torch.tensor([True, False]))

@@ -102,16 +102,17 @@ def guilty_in(
     return find_guilty(suspects, passes)
 
 
-def without(report: Report, guilty: Sequence[Suspect], placed: Sequence[str]) -> Report:
+def without(report: Report, guilty: Sequence[Suspect], placed: Sequence[str], *, why: str) -> Report:
     """Return a report in which guilty rewrites are out, by name.
 
     Args:
         report: of what was kept.
         guilty: what goes.
         placed: ids of the fusions that stand in the model now: one that a dropped linear had taken in is back.
+        why: where the model's numbers failed with all of them.
     """
     names = {one.id for one in guilty}
-    reason = "right alone, and wrong in the whole model, whose numbers pass without it: found by bisection"
+    reason = f"right alone, and wrong in the whole model, whose numbers pass without it (found by bisection): {why}"
 
     def judged(row: Any) -> Any:
         if row.id in names:
@@ -120,7 +121,7 @@ def without(report: Report, guilty: Sequence[Suspect], placed: Sequence[str]) ->
             return replace(row, status=Status.KEPT, reason="the larger kernel that took it in was dropped")
         return row
 
-    words = f"the whole model's numbers did not pass with {', '.join(sorted(names))}: dropped, the rest stays"
+    words = f"the whole model's numbers did not pass with {', '.join(sorted(names))} ({why}): dropped, the rest stays"
     return replace(
         report,
         fusions=tuple(map(judged, report.fusions)),

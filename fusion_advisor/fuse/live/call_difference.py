@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+_WIDEST = 60
+"""Characters of a plain value that are shown."""
 _PAGED = ("cache", "read_index", "write_index")
 CONTINUOUS_BATCHING = "it is a step of continuous batching: its paged KV cache has other tables and another mask at each step"
 
@@ -17,45 +20,74 @@ def is_continuous_batching(kwargs: Mapping[str, Any]) -> bool:
 
 
 def describe_difference(key: Any, verified: Iterable[Any]) -> str:
-    """Describe the first tensor of a call that no verified call has in that form.
+    """Describe the first part of a call that no verified call has in that form.
 
     Args:
         key: the call's signature.
         verified: the signatures of the calls that were verified.
 
     Returns:
-        Such as ``input_ids is [8, 64] int64, and [8, 512] was verified``; empty where the calls differ in something else.
+        Such as ``input_ids is [8, 64] int64, and [8, 512] was verified``, ``scale is 2.0, and 1.0 was verified`` or ``mask is not
+        passed, and was when the call was verified``; empty where none was, or where the calls differ in nothing that has a name.
     """
-    mine = dict(_tensors(key, ""))
-    known = [dict(_tensors(other, "")) for other in verified]
-    same_names = [other for other in known if other.keys() == mine.keys()]
-    if not same_names:
+    mine = dict(_parts(key, ""))
+    known = [dict(_parts(other, "")) for other in verified]
+    if not known:
         return ""
-    nearest = min(same_names, key=lambda other: sum(other[name] != mine[name] for name in mine))
-    name = next((name for name in mine if nearest[name] != mine[name]), None)
+    nearest = min(known, key=lambda other: sum(other.get(name) != mine.get(name) for name in {**mine, **other}))
+    name = next((name for name in {**mine, **nearest} if nearest.get(name) != mine.get(name)), None)
     if name is None:
         return ""
+    if name not in nearest:
+        return f"{name} is passed, and was not when the call was verified"
+    if name not in mine:
+        return f"{name} is not passed, and was when the call was verified"
     mine_text, other_text = _form(mine[name]), _form(nearest[name])
-    if mine_text == other_text:
+    if mine_text == other_text and _is_tensor(mine[name]) and _is_tensor(nearest[name]):
         mine_text, other_text = (f"{_form(form)} with strides {list(form[3])}" for form in (mine[name], nearest[name]))
+    if mine_text == other_text:
+        return f"{name} holds other contents than when the call was verified"
     return f"{name} is {mine_text}, and {other_text} was verified"
 
 
-def _tensors(key: Any, name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The tensors of a signature: their names, and shape, dtype, device and strides."""
+def _parts(key: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The tensors, plain values and objects of a signature with their names."""
     if not isinstance(key, tuple):
+        yield name or "the input", key
         return
-    if len(key) == 4 and isinstance(key[0], torch.Size):
+    if _is_tensor(key) or _is_plain(key):
         yield name or "the input", key
         return
     for number, part in enumerate(key):
-        if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
-            yield from _tensors(part[1], f"{name}.{part[0]}" if name else part[0])
+        if name and number == 0:
+            yield f"the class of {name}", part
+        elif isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
+            yield from _parts(part[1], f"{name}.{part[0]}" if name else part[0])
+        elif isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], tuple):  # a dict's key that is no text
+            yield from _parts(part[1], f"{name}[{_form(part[0])}]")
         else:
-            yield from _tensors(part, f"{name}[{number - 1}]" if name else f"input {number}")
+            yield from _parts(part, f"{name}[{number - 1}]" if name else f"input {number}")
 
 
-def _form(tensor: tuple[Any, ...]) -> str:
-    shape, dtype, device, _ = tensor
-    place = "" if device.type == "cpu" else f" on {device}"
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}{place}"
+def _is_tensor(key: Any) -> bool:
+    return isinstance(key, tuple) and len(key) in (4, 6) and isinstance(key[0], torch.Size)
+
+
+def _is_plain(key: tuple[Any, ...]) -> bool:
+    """Whether it stands for one value, as ``(float, '0x1.0p+0')`` does; ``(list, …)`` stands for several."""
+    return len(key) == 2 and isinstance(key[0], type) and key[0] not in (tuple, list, dict)
+
+
+def _form(part: Any) -> str:
+    if _is_tensor(part):
+        shape, dtype, device, *_ = part
+        place = "" if device.type == "cpu" else f" on {device}"
+        return f"{list(shape)} {str(dtype).removeprefix('torch.')}{place}"
+    if not isinstance(part, tuple):
+        return part.__name__ if isinstance(part, type) else "another object"
+    kind, value = part
+    if kind is float:
+        value = float.fromhex(value)
+    if kind is complex:
+        value = complex(*map(float.fromhex, value))
+    return str(value) if isinstance(value, torch.dtype) else textwrap.shorten(repr(value), _WIDEST, placeholder="…")

@@ -6,7 +6,9 @@ Tensors that a call writes to (a KV cache, a count) are outputs like any other: 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.cuda_graph.capturable import writes_of
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
+from fusion_advisor.runtime.torch_internals.dispatcher import StaysWide
 from fusion_advisor.verify.compare_models import check_model
 from fusion_advisor.verify.subgraph_oracle import to_float64, wide_dtype, widened
 from fusion_advisor.verify.wide_copies import widened_copy, widened_leaf
@@ -28,6 +31,9 @@ _HEADROOM = 1.5
 """A copy is made only where this much more than its parameters is free: activations of a wider dtype need room too."""
 
 _COUNTS = "written counts"
+_BRACKETS = re.compile(r"\['?([^'\]]*)'?\]")
+"""Around a key or a place in an output: ``['vision']['hidden'][0]`` is shown as ``vision.hidden.0``."""
+_HALF = {torch.float16, torch.bfloat16}
 
 
 def check_whole_model(
@@ -124,7 +130,7 @@ def named_tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     """Flatten a model's output into (name, tensor); dataclasses and other objects that hold tensors are looked into."""
     found: list[tuple[str, torch.Tensor]] = []
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
-        name = pytree.keystr(path).strip("[]'.\"")
+        name = _BRACKETS.sub(r".\1", pytree.keystr(path)).strip(".")
         if isinstance(leaf, torch.Tensor):
             found.append((name or "output", _dense(leaf)))
         else:
@@ -146,31 +152,52 @@ def _oracle(
     memory_bytes: Callable[[torch.device], tuple[int, int]],
     worst: Callable[[str], str] | None,
 ) -> tuple[_Outcome | None, str]:
-    wide = torch.float32 if set(dtypes) & {torch.float16, torch.bfloat16} else torch.float64
+    wide = _wide(loaded, dtypes)
     device = torch.device(loaded.record.device)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     free, _ = memory_bytes(device)
     if parameters * torch.finfo(wide).bits / 8 * _HEADROOM > free:
         return None, "eager"
-    model, problem = None, ""
-    try:
-        model = widened_copy(loaded.model, wide)
-    except (RuntimeError, TypeError) as error:  # holds a tensor with a history, or a lock: no copy of it can be made
-        problem = f"no copy: {error}"
-    if (worst or str)(problem) or model is None:
-        return None, "eager"
+    modes = (StaysWide(wide), nullcontext()) if worst is None else (nullcontext(),)  # ranks run the same ops or wait forever
+    for mode in modes:
+        model, problem = None, ""
+        try:
+            model = widened_copy(loaded.model, wide)
+        except (RuntimeError, TypeError) as error:  # holds a tensor with a history, or a lock: no copy of it can be made
+            problem = f"no copy: {error}"
+        if (worst or str)(problem) or model is None:
+            return None, "eager"
 
-    args, kwargs = copied((loaded.args, loaded.kwargs), functools.partial(widened_leaf, wide=wide))
-    output = None
-    try:
-        output = model(*args, **kwargs)
-    except RuntimeError as error:  # a dtype that the model's own code names does not follow the copy
-        if worst is not None and is_out_of_memory(error):
-            raise
-        problem = str(error) or type(error).__name__
-    if (worst or str)(problem):
-        return None, "eager"
-    return _Outcome.of(output, live_tensors(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"
+        args, kwargs = copied((loaded.args, loaded.kwargs), functools.partial(widened_leaf, wide=wide))
+        output = None
+        try:
+            with mode:
+                output = model(*args, **kwargs)
+        except Exception as error:  # the model's own code refuses another dtype in whatever way it likes
+            if worst is not None and isinstance(error, RuntimeError) and is_out_of_memory(error):
+                raise
+            problem = str(error) or type(error).__name__
+        if not (worst or str)(problem):
+            return _Outcome.of(output, live_tensors(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"
+    return None, "eager"
+
+
+def _wide(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype of a copy that is more precise than the model.
+
+    Args:
+        loaded: most of its weights, or of what it is given where it has none, are in the dtype that it computes in, whatever it
+            makes of them in between.
+        dtypes: of its floating outputs.
+    """
+    counts: dict[torch.dtype, int] = {}
+    weights: list[torch.Tensor] = [*loaded.model.parameters()]
+    for tensor in weights or [given for _, given in tensors_in("", (loaded.args, loaded.kwargs))]:
+        if tensor.is_floating_point():
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+    own = {max(counts, key=counts.__getitem__)} if counts else set(dtypes)
+    is_narrow = set(dtypes) & _HALF and own & _HALF
+    return torch.float32 if is_narrow else torch.float64
 
 
 def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:

@@ -285,7 +285,7 @@ def _concluded(
     )  # fmt: skip
     assert before.wall is not None and after.wall is not None
     refusal = why_nothing_stays(
-        report.model_check is None or report.model_check.is_passed, before.device_ns, after.device_ns, before.wall, after.wall,
+        report.model_check, before.device_ns, after.device_ns, before.wall, after.wall,
         is_device_judged=job.on_cuda and not _is_replayed(fused),
         is_time_judged=job.options.is_timed and job.options.memory_budget >= 1,
     )  # fmt: skip

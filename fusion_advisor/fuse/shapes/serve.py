@@ -7,6 +7,7 @@ Open tensors must be contiguous. A call is looked at once for each exact shape; 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
@@ -70,7 +71,7 @@ class Served:
 Wrap = Callable[[GraphModule, tuple[str, ...]], GraphedRegion]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class ServedPiece:
     """A piece in service.
 
@@ -125,7 +126,7 @@ class ServedPiece:
         self._runners.clear()
         self._graphed.clear()
         if self.route is not None:
-            self.route.forward = self.forward
+            self.route.forward = _while_alive(self)
         if self.untraced is not None:
             self.untraced.otherwise = TracedAgain(model, self.untraced, other, on_trace)
             self._shortcut = self.untraced
@@ -362,3 +363,18 @@ class ShapeTable:
             return "the model does something else at exactly these sizes"
         served = piece.at(sizes)
         return piece if served.module is not None else served.reason
+
+
+def _while_alive(piece: ServedPiece) -> Callable[..., Any]:
+    """Return a piece's forward that does not keep the piece alive.
+
+    Dynamo's code has a global for the route, until that code is gone. A piece holds the code.
+    """
+    kept = weakref.ref(piece)
+
+    def forward(*args: Any) -> Any:
+        found = kept()
+        assert found is not None  # it makes the call
+        return found.forward(*args)
+
+    return forward

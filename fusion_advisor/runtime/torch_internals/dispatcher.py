@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -128,6 +129,31 @@ class OpLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.seen.append((str(func), result))
+        return result
+
+
+class StaysWide(TorchDispatchMode):
+    """Runs a copy of a model in a wider dtype than its code names: casts of floats to a narrower one give the wide one.
+
+    So do autocast's casts, and tensors that are made in a narrower dtype. Without it a weight in fp64 meets an activation in
+    fp32, which no matrix multiplication takes, or a result is no more precise than eager's.
+    """
+
+    def __init__(self, wide: torch.dtype) -> None:
+        """Take the dtype of the copy: float32 or float64."""
+        super().__init__()
+        self._wide = wide
+        narrow = {torch.float16, torch.bfloat16, torch.float32}
+        self._narrow = narrow if wide == torch.float64 else narrow - {torch.float32}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        named = kwargs or {}
+        is_of_tensors = any(isinstance(one, torch.Tensor) for one in pytree.arg_tree_leaves(*args, **named))
+        if is_of_tensors and named.get("dtype") in self._narrow:
+            named = {**named, "dtype": self._wide}
+        result = func(*args, **named)
+        if not is_of_tensors and isinstance(result, torch.Tensor) and result.dtype in self._narrow:
+            return result.to(self._wide)  # made as eager makes it: random numbers are others in another dtype
         return result
 
 

@@ -7,9 +7,10 @@ import functools
 import inspect
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType
-from typing import Any
+from types import CodeType, MethodType
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -158,13 +159,29 @@ def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *,
     The graphs are isolated from all other compiled code (where torch can do that), so neither earlier captures nor other fused
     models of the same class count against their limit. A module whose forward is torch's own (``nn.Sequential``) gets a frame
     around it, because dynamo looks into no frame of torch's.
+
+    Dynamo keeps each backend until it is reset. So it gets one that the returned call alone keeps alive: a backend may hold the
+    model, and its weights would outlive the last who uses it.
     """
     call = original_call(module)
     if torch._dynamo.trace_rules.check(module.forward):
         call = torch._dynamo.external_utils.wrap_inline(call)
     isolated: dict[str, Any] = {"isolate_recompiles": True} if isolates() else {}
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, mode=mode, dynamic=False, **isolated)
-    return compiled
+    given = backend if isinstance(backend, str) else _weakly(backend)
+    compiled: Any = torch.compile(call, backend=given, mode=mode, dynamic=False, **isolated)
+    compiled.fusion_advisor_backend = backend
+    return cast(Callable[..., Any], compiled)
+
+
+def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backend that calls another one while that one is alive."""
+    kept = weakref.WeakMethod(backend) if isinstance(backend, MethodType) else weakref.ref(backend)
+
+    def compile_graph(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        found = kept()
+        return graph_module.forward if found is None else found(graph_module, example_inputs)
+
+    return compile_graph
 
 
 @functools.cache

@@ -273,6 +273,16 @@ def test_conversions(source, tmp_path):
         convert(torch.cat([x * 1.37, x * 1e-6, edges]), ["float32", "float64", "float16", "bfloat16"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_cast_to_an_integer_and_back_makes_no_negative_zero(dtype, tmp_path):
+    """GCC 12 makes ``trunc`` of the two, which keeps the sign of what it cuts to zero."""
+    x = torch.tensor([-0.75, -0.0, 0.0, 0.75, -1.0, -1.5, 1.5, 1e19, -1e19, math.nan, -1e-45]).to(DTYPES[dtype]).repeat(40)
+    make = Maker(x.numel())
+    make.store(make.op("cast", make.op("cast", make.load("x", dtype=dtype), dtype="int64"), dtype=dtype), dtype=dtype)
+    (got,) = run(make.program(), [x], tmp_path)
+    assert torch.equal(got, x.long().to(x.dtype)) and not (got.signbit() & (got == 0)).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_half_survives_a_copy(dtype, tmp_path):
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)

@@ -1,4 +1,4 @@
-"""A call that was not verified is described by the tensor that differs."""
+"""A call that was not verified is described by the part that differs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import torch
 
 from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import signature
+
+
+class Held:
+    """An object of a caller's."""
+
+    def __init__(self, value):
+        self.value = value
 
 
 def key(*args, **kwargs):
@@ -26,11 +33,26 @@ def key(*args, **kwargs):
         ),
         (key({"a": torch.zeros(1)}), [key({"a": torch.zeros(2)})], "input 0.a is [1] float32, and [2] float32 was verified"),
         (key([torch.zeros(1)]), [key([torch.zeros(2)])], "input 0[0] is [1] float32, and [2] float32 was verified"),
-        (key(torch.zeros(1), True), [key(torch.zeros(1), False)], ""),
-        (key(torch.zeros(1)), [key(torch.zeros(1), torch.zeros(1))], ""),
+        (key(torch.zeros(1), True), [key(torch.zeros(1), False)], "input 1 is True, and False was verified"),
+        (key(torch.zeros(1), True), [key(torch.zeros(1), 1)], "input 1 is True, and 1 was verified"),
+        (key(x=torch.zeros(1), a=2.5), [key(x=torch.zeros(1), a=1.0)], "a is 2.5, and 1.0 was verified"),
+        (key(a=float("nan")), [key(a=-0.0)], "a is nan, and -0.0 was verified"),
+        (key(a=1 + 2j), [key(a=2j)], "a is (1+2j), and 2j was verified"),
+        (key(a=torch.float16), [key(a=torch.float32)], "a is torch.float16, and torch.float32 was verified"),
+        (key(a={"b": [1, "two"]}), [key(a={"b": [1, "three"]})], "a.b[1] is 'two', and 'three' was verified"),
+        (key(a={"b": 1}), [key(a={"b": 1, "c": 2})], "a.c is not passed, and was when the call was verified"),
+        (key(torch.zeros(1), mask=None), [key(torch.zeros(1))], "mask is passed, and was not when the call was verified"),
+        (key([torch.zeros(1)] * 2), [key([torch.zeros(1)])], "input 0[1] is passed, and was not when the call was verified"),
+        (key(torch.zeros(1)), [key(torch.zeros(1), torch.zeros(1))], "input 1 is not passed, and was when the call was verified"),
+        (key(torch.zeros(1)), [], ""),
+        (key({1: 2}), [key({1: 3})], "input 0[1] is 2, and 3 was verified"),
+        (key(a=[]), [key(a=())], "the class of a is list, and tuple was verified"),
+        (key(a=Held(1)), [key(a=3)], "a is another object, and 3 was verified"),
+        (key(Held(1)), [key(Held(2))], "input 0 holds other contents than when the call was verified"),
+        (key(a=slice(1, 2)), [key(a=slice(1, 3))], "a[1] is 2, and 3 was verified"),
     ],
 )  # fmt: skip
-def test_the_first_tensor_that_differs_is_named(mine, verified, says):
+def test_the_first_part_that_differs_is_named(mine, verified, says):
     assert describe_difference(mine, verified) == says
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 
 import pytest
 import torch
 
+import fusion_advisor
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.rebind import changed_bench
@@ -113,3 +115,31 @@ def test_no_weight_is_held_twice_but_a_merged_copy_that_was_asked_for(is_laid_ou
 
 def is_tensor(value):
     return isinstance(value, torch.Tensor)
+
+
+class Tiny(torch.nn.Module):
+    """A linear layer between a norm and an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(32), torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.linear(self.norm(x))) + x
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+@pytest.mark.parametrize("is_reverted", [False, True])
+@pytest.mark.parametrize("options", [{}, {"shapes": "batch=1..16"}, {"dynamic": "on_first_use"}])
+def test_a_model_is_freed_with_the_last_who_uses_it(options, is_reverted):
+    """Dynamo keeps every backend until it is reset, and code that it compiled keeps what it runs."""
+    model = Tiny().eval()
+    with torch.no_grad():
+        fused = fusion_advisor.apply(model, torch.randn(8, 32), effort="quick", keep="verified", **options)
+        assert [model(torch.randn(count, 32)).shape[0] for count in (8, 3, 30)] == [8, 3, 30]
+    if is_reverted:
+        fused.revert()
+    left = [weakref.ref(model), weakref.ref(model.linear.weight), weakref.ref(fused)]
+    del model, fused
+    gc.collect()
+    assert [one() for one in left] == [None] * 3

@@ -49,6 +49,70 @@ def test_a_copy_that_one_rank_cannot_run_is_compared_with_on_none():
         oracle_of(Narrow(torch.OutOfMemoryError("no memory")), worst=str)
 
 
+class Refuses(torch.nn.Linear):
+    """A model whose own code takes no other dtype than its weights have now."""
+
+    def __init__(self, error):
+        super().__init__(4, 4)
+        self.error = error
+
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise self.error
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("error", [AssertionError("fp32 only"), TypeError("fp32"), KeyError(torch.float64), ValueError("no")])
+def test_a_model_that_refuses_a_wider_dtype_is_compared_with_eager(error):
+    assert oracle_of(Refuses(error)) == "eager"
+
+
+class Names(torch.nn.Module):
+    """A model that names dtypes: a state that it makes, casts, and autocast around a layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.beside = 0.0
+
+    def forward(self, x):
+        state = torch.zeros(x.shape[0], 64)
+        for _ in range(2):
+            state = torch.tanh(state @ self.inner.weight + x.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            half = torch.nn.functional.gelu(self.inner(state))
+        return self.outer(half.float()) * (1 + self.beside), half
+
+
+@pytest.mark.parametrize(("beside", "passes"), [(0.0, True), (1e-4, True), (0.03, False)])
+def test_dtypes_that_a_model_names_are_wide_in_its_copy(beside, passes):
+    """Eager's result has three digits, as it rounds to bfloat16: a copy that rounds there too would ask for seven."""
+    model, other = Names().eval(), Names().eval()
+    other.beside = beside
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        check = check_whole_model(describe_live(model, (x,)), lambda: model(x), lambda: other(x), Written())
+    assert check.oracle == "float64 copy" and check.is_passed is passes
+    assert 1e-4 < check.eager_rel_l2 < 1e-2
+
+
+class Rounds(torch.nn.Module):
+    """Has no weights, and returns a result that it rounds beside one that it does not."""
+
+    def forward(self, x):
+        y = torch.softmax(x * 1.1, -1)
+        return y, y.bfloat16()
+
+
+@pytest.mark.parametrize(("dtype", "oracle"), [(torch.float32, "float64 copy"), (torch.bfloat16, "float32 copy")])
+def test_a_model_without_weights_computes_in_the_dtype_of_what_it_is_given(dtype, oracle):
+    model, x = Rounds().eval(), torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        check = check_whole_model(describe_live(model, (x,)), lambda: model(x), lambda: model(x), Written())
+    assert check.is_passed and check.oracle == oracle and check.eager_rel_l2 > 0
+
+
 class Turned(torch.nn.Module):
     """Turns pairs by complex numbers, as Llama's first code did, mixes them, and counts into a complex buffer."""
 
@@ -87,3 +151,25 @@ def test_complex_numbers_keep_their_imaginary_parts_in_the_copy(scale, shift, pa
 def test_the_least_memory_of_all_ranks_decides():
     assert oracle_of(memory_bytes=lambda _: (100, 10**9)) == "eager"
     assert oracle_of(memory_bytes=lambda _: (10**9, 10**9)) == "float64 copy"
+
+
+class Masked(torch.nn.Linear):
+    """Returns scores, and its dtype's least number where there is nothing to score."""
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores.masked_fill(x < 0, torch.finfo(scores.dtype).min)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (1.01, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_mask_of_the_least_number_hides_no_error(dtype, factor, passes):
+    torch.manual_seed(0)
+    model, x = Masked(16, 16).to(dtype).eval(), torch.randn(8, 16).to(dtype)
+
+    def fused():
+        return torch.where(x < 0, model(x), (torch.nn.functional.linear(x, model.weight, model.bias) * factor))
+
+    with torch.no_grad():
+        check = check_whole_model(describe_live(model, (x,)), lambda: model(x), fused, Written())
+    assert check.oracle != "eager" and check.is_passed is passes

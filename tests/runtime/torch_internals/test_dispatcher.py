@@ -159,3 +159,25 @@ def test_batches_of_both_kinds_are_recognised():
     torch.autograd.grad(Noting.apply(x), x, torch.eye(3), is_grads_batched=True)
     torch.vmap(lambda row: seen.append(dispatcher.is_batched(row)) or row)(torch.eye(3))
     assert seen == [False, True, True]
+
+
+def test_casts_to_a_narrower_dtype_stay_wide():
+    x, ids = torch.randn(2, 3, dtype=torch.float64), torch.arange(3)
+    plain = torch.randn(3, generator=torch.Generator().manual_seed(0))
+    with dispatcher.StaysWide(torch.float64):
+        wide = [x.half(), x.to(torch.float32), ids.float(), x.sum(dtype=torch.float32), x.softmax(-1, dtype=torch.float32)]
+        wide += [torch.zeros_like(x, dtype=torch.bfloat16), torch.zeros(3), x.type_as(plain)]
+        drawn = torch.randn(3, generator=torch.Generator().manual_seed(0))
+        others = [x.long(), x > 0, ids + 1, x.to(torch.complex64), torch.arange(3)]
+    assert {one.dtype for one in wide} == {torch.float64} and torch.equal(wide[0], x)
+    assert torch.equal(drawn, plain.double())
+    assert [one.dtype for one in others] == [torch.int64, torch.bool, torch.int64, torch.complex64, torch.int64]
+    with dispatcher.StaysWide(torch.float32):
+        assert x.float().bfloat16().dtype == torch.float32 and x.double().dtype == torch.float64
+
+
+def test_autocast_casts_nothing_of_a_wide_copy():
+    layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.no_grad(), dispatcher.StaysWide(torch.float32), torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.float32 and torch.equal(found, layer(x))
