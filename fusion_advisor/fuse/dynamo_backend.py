@@ -55,7 +55,7 @@ from fusion_advisor.records import ModelCheck, OpNode
 from fusion_advisor.runtime.environment import measure_bandwidth
 from fusion_advisor.runtime.external_profiler import attached_profiler
 from fusion_advisor.runtime.fallback_warning import warn_caller
-from fusion_advisor.runtime.torch_internals import autograd_graphs, dynamo
+from fusion_advisor.runtime.torch_internals import autograd_graphs, dynamo, fx_trace
 from fusion_advisor.runtime.torch_internals.autocast import NotFollowed
 
 _BUDGET_S = 3.0
@@ -191,7 +191,7 @@ def _pass_copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
     A loss in chunks is its chunks' ops.
     """
-    copied = unroll_losses(autograd_graphs.copied_graph(graph_module))
+    copied = unroll_losses(fx_trace.copied_graph(graph_module))
     return sink_column_sums(split_norm_gradients(split_losses(copied)))
 
 

@@ -57,6 +57,19 @@ def best_compile(report: Report) -> tuple[str, Timing] | None:
     return min(compiled_walls(report), key=lambda row: row[1].median_ns, default=None)
 
 
+def why_no_compile(report: Report) -> str:
+    """Say why there is no time of torch.compile to compare with: not measured, not runnable, or not eager's step."""
+    rows = [row for row in report.baselines if row.name.startswith(COMPILED)]
+    if not rows:
+        return "torch.compile was not measured"
+    row = min(rows, key=lambda one: one.step is None or one.step.wall is None)
+    name = visible(row.name, 60)
+    if row.step is None or row.step.wall is None:
+        return f"{name} could not be measured: {visible(row.note, 200)}"
+    why = "" if row.check is None else visible(row.check.reason, 200)
+    return f"{name} takes {units.duration(row.step.wall.median_ns)} and does not count, for it computes something else: {why}"
+
+
 def own_wall(report: Report) -> Timing | None:
     """Wall time of what stays in the model: eager's where nothing did."""
     return None if report.after is None else report.after.wall

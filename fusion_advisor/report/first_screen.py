@@ -101,10 +101,10 @@ def against_others(report: Report) -> list[str]:
     """Return our speed against torch.compile's fastest mode and against any other way that is faster still."""
     own, compiled = baseline_rows.own_wall(report), baseline_rows.best_compile(report)
     if report.after is None or baseline_rows.is_unchanged(report):
-        return [] if report.after is None or compiled else ["torch.compile was not measured"]
+        return [] if report.after is None or compiled else [baseline_rows.why_no_compile(report)]
     lines = []
     if compiled is None:
-        lines.append("torch.compile was not measured")
+        lines.append(baseline_rows.why_no_compile(report))
     elif own is not None and report.baseline == "eager":
         lines.append(compared(compiled[1], own, f"torch.compile {compiled[0]}")[1])
     peer = baseline_rows.best_peer(report)

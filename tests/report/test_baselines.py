@@ -15,6 +15,7 @@ from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal.result import result_table
 from tests.report.fixtures import applied, baselines, beaten, timing
+from tests.report.training.test_way_rows import CHECK
 
 
 def every_view(report):
@@ -188,6 +189,29 @@ def test_without_other_ways_there_is_no_table():
     assert baseline_rows.baseline_rows(report) == ()
     assert "torch.compile was not measured" in headline(report).points
     assert baseline_rows.best_peer(report) is None
+
+
+def compiled_by(*rows):
+    return replace(applied(), baselines=(*(row for row in baselines() if not row.name.startswith("torch.compile")), *rows))
+
+
+def test_a_compiled_step_that_is_not_eagers_is_said_with_what_is_wrong():
+    row = next(row for row in baselines() if row.name == "torch.compile default")
+    wrong = replace(row, check=replace(CHECK, reason="its loss is 14.2, eager's 12.2"))
+    report = compiled_by(replace(wrong, name="torch.compile slow", step=None, note="no memory"), wrong)
+    for one in (report, replace(report, after=replace(report.after, label="unchanged"))):
+        (said,) = (point for point in headline(one).points if "torch.compile" in point)
+        assert row.step is not None and row.step.wall is not None
+        taken = shared_rows.units.duration(row.step.wall.median_ns)
+        assert said.startswith(f"torch.compile default takes {taken} and does not count")
+        assert said.endswith("for it computes something else: its loss is 14.2, eager's 12.2")
+        assert "was not measured" not in render_markdown(one)
+
+
+def test_a_compiled_step_that_could_not_run_is_said_with_its_reason():
+    row = next(row for row in baselines() if row.name == "torch.compile default")
+    points = headline(compiled_by(replace(row, step=None, note="it took longer than 300 s"))).points
+    assert "torch.compile default could not be measured: it took longer than 300 s" in points
 
 
 def test_a_row_that_was_not_run_has_dashes_and_its_reason():

@@ -290,17 +290,17 @@ def kept_as_it_is(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Ma
     before = Before.of(model, args, kwargs)
     small = [tensor for tensor in live_tensors(model, args, kwargs or {}).values() if tensor.nbytes <= _COPIED_BYTES]
     copies = [tensor.detach().clone() for tensor in small]
-    call = module_call.compiled_call_of(model)
+    slots = module_call.call_slots(model)
     try:
         yield
     finally:
-        now = module_call.compiled_call_of(model)
+        now = module_call.call_slots(model)
         before.restore()
         with torch.no_grad():
             changed = [pair for pair in zip(small, copies, strict=True) if not _holds(*pair)]
             aten_ops.copy_all([tensor for tensor, _ in changed], [copy for _, copy in changed])
-        if now is not call:  # a fused call was put in, which is to stay
-            module_call.set_compiled_call(model, now)
+        if now != slots:  # a fused call was put in, which is to stay
+            module_call.fill_call_slots(model, now)
 
 
 def _holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from fusion_advisor.fuse.padding.pad_products import LEAST_PRODUCTS, pad_product
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.record import StepRewrite
 from fusion_advisor.records import GraphRewrite, Status
-from fusion_advisor.runtime.torch_internals import autograd_graphs
+from fusion_advisor.runtime.torch_internals import fx_trace
 from fusion_advisor.timing.host_timer import step_timer
 from fusion_advisor.timing.interleaving import Difference
 
@@ -61,7 +61,7 @@ def try_padded_products(
     """
     if options.exact or not region.training_pass or not options.wants(PAD_PRODUCTS.id):
         return PadTrial(region)
-    module = autograd_graphs.copied_graph(region.graph)
+    module = fx_trace.copied_graph(region.graph)
     least = least_products if least_products is not None else LEAST_PRODUCTS if options.is_timed else 0
     padding = pad_products(module, least_products=least)
     if not padding.products:

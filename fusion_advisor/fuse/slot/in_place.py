@@ -1,7 +1,7 @@
 """A model whose call is replaced, until it is given back exactly: inference and training differ only in what they run instead.
 
-Only this instance is touched, and only the slot that ``nn.Module.compile`` uses: no class, no parameter, no buffer, no state_dict
-key.
+Only this instance is touched: the slot that ``nn.Module.compile`` uses, and a ``__call__`` that calls as before and that traces
+look at. No class, no parameter, no buffer, no state_dict key.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from fusion_advisor.runtime.torch_internals import dynamo, module_call
 
 TRANSFORMED = "the call is under a transform of torch.func (vmap, grad, jvp) or under forward-mode differentiation"
 """Why such a call runs the original ops."""
+
+_STOPPED = (
+    "fusion-advisor runs its own graphs here, so the trace ends in front of the model; "
+    "compile without fullgraph=True, or call revert() on what fa.apply returned"
+)
 
 
 class InPlace:
@@ -108,10 +113,11 @@ class InPlace:
         """Put the fusions in place and revert those of another fused model of the module; does nothing the second time."""
         if not self.is_applied:
             take_out(self.model)
-            # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this
-            # call and run the model's own ops: it must stop here instead.
-            stop = dynamo.stopping_traces(self.dispatch, "fusion-advisor runs its own graphs here")
+            # Under somebody else's torch.compile (transformers compiles decode steps by itself, people their training step)
+            # dynamo would look through this call and run the model's own ops: it must stop here instead.
+            stop = dynamo.stopping_traces(self.dispatch, _STOPPED)
             self._before = module_call.set_compiled_call(self.model, stop)
+            module_call.show_compiled_call(self.model)
             self.is_applied = True
             self._launches.restart()
         return self
@@ -120,6 +126,7 @@ class InPlace:
         """Take the fusions out again and return the model, which then is as it was before."""
         if self.is_applied:
             module_call.set_compiled_call(self.model, self._before)
+            module_call.hide_compiled_call(self.model)
             self.is_applied = False
             self.forget()
             if self.graphs is not None:

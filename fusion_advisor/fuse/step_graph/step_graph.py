@@ -34,7 +34,7 @@ from fusion_advisor.fuse.cuda_graph.recording import Recorder
 from fusion_advisor.fuse.rewrite.launch_count import tallies_in, total
 from fusion_advisor.fuse.step_graph.pass_graph import Kept, PassGraph, record_pass
 from fusion_advisor.runtime.fallback_warning import warn_caller
-from fusion_advisor.runtime.torch_internals import autograd_graphs, tensor_memory
+from fusion_advisor.runtime.torch_internals import dispatcher, tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
 
 HOOKED = (
@@ -223,7 +223,7 @@ class StepGraph:
             self._recorder = self._make_recorder()
         recorded = self._recorded
         reason = self._recorder.refusal()
-        if reason is None and autograd_graphs.saves_through_hooks():
+        if reason is None and dispatcher.saves_through_hooks():
             reason = HOOKED
         if reason is None and recorded is not None and recorded.is_awaited:
             reason = WAITING

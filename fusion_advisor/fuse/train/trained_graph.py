@@ -38,7 +38,7 @@ from fusion_advisor.fuse.train.passes.both_passes import BothPasses, FailsAsTrac
 from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES
 from fusion_advisor.fuse.train.passes.recomputed import recomputed
 from fusion_advisor.records import Capture, GraphRewrite, ModelCheck, Recomputed, Status
-from fusion_advisor.runtime.torch_internals import autograd_graphs
+from fusion_advisor.runtime.torch_internals import autograd_graphs, dispatcher
 from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.paired import Comparison
 
@@ -65,6 +65,10 @@ NOTHING = "nothing was rewritten in either pass"
 NOT_FASTER = "forward and backward together are not measurably faster with what was rewritten in both passes"
 SLOWER = "forward and backward together are slower with the loss in chunks and what was rewritten in both passes"
 SPARSE = "a gradient of it is sparse, and kernels write memory with strides"
+WRITTEN_AGAIN = (
+    "a checkpoint inside the model writes to a buffer, such as a batch norm's running mean: eager writes twice a step, and a "
+    "traced graph once; fused is a step whose checkpoints leave such layers out"
+)
 
 
 class TrainedGraph:
@@ -175,7 +179,7 @@ class TrainedGraph:
         if self._call is None:
             numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
             try:
-                with autograd_graphs.without_saved_hooks():
+                with dispatcher.without_saved_hooks():
                     self.outcome = self._judged(args)
             except torch.cuda.OutOfMemoryError:
                 self.outcome = Outcome(NO_MEMORY, step_rows=self._flag_rows)
@@ -198,6 +202,8 @@ class TrainedGraph:
         """Choose how losses are computed, optimise both passes and compare; then try them as CUDA graphs."""
         if self._plain.holds_sparse:
             return Outcome(SPARSE, step_rows=self._flag_rows)
+        if self._plain.writes_in_checkpoint:
+            return Outcome(WRITTEN_AGAIN, step_rows=self._flag_rows)
         outcome = self._with_recomputing(self._judged_launches(args), args)
         make = self._make_recorder or (CudaRecorder if is_on_cuda(args) else None)
         is_wanted = self._options.graph and self._options.wants(CUDA_GRAPH.id) and self._budget >= 1

@@ -9,7 +9,7 @@ a graph that was not verified runs its own ops.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,7 @@ class TrainedModel(InPlace):
         self._is_sealed = False
         self._told = _Told()
         self._fake_modes: list[Any] = []
+        self._known: list[MutableMapping[Any, Any]] = []
         self._guard = ModuleGuard(model, is_trained=True)
         self._verified = signature(args, kwargs)
         self._autocast = _autocast()
@@ -71,6 +72,7 @@ class TrainedModel(InPlace):
 
     def _backend(self, graph_module: GraphModule, inputs: list[Any]) -> Call:
         self._fake_modes += dynamo.fake_modes_of(graph_module)
+        self._known.append(dynamo.known_tensors())
         if self._is_sealed:
             return self._counted(autograd_graphs.own_call(graph_module), failed_guard())
         self._guard.watch(dynamo.traced_code())
@@ -100,6 +102,7 @@ class TrainedModel(InPlace):
             variants: the graphs with kernels of ours, whose launches are counted.
         """
         self._is_sealed = True
+        self._forget_traces()
         self._launches.include([module for variant in variants for module in variant.modules])
         self._launches.include_replays([graph.step_graph for graph in self.graphs_of_step if graph.step_graph is not None])
 
@@ -123,8 +126,14 @@ class TrainedModel(InPlace):
     def forget(self) -> None:
         """Free the CUDA graphs of the step, and what dynamo's traces keep of the tensors that were traced."""
         self.forget_recorded()
+        self._forget_traces()
+
+    def _forget_traces(self) -> None:
         fake_mode.forget_real_tensors(self._fake_modes)
+        for tensors in self._known:
+            tensors.clear()
         self._fake_modes.clear()
+        self._known.clear()
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Run the fused graphs if this call was verified, the original ops if not."""
@@ -143,7 +152,10 @@ class TrainedModel(InPlace):
         refusal = self._refusal(key, leaves)
         if refusal is None:
             self._told.is_counted = False
-            return self._compiled(*args, **kwargs)
+            result = self._compiled(*args, **kwargs)
+            if self._known:  # dynamo captured a graph that was not verified
+                self._forget_traces()
+            return result
         is_new = refusal == UNSEEN and UNSEEN not in self.fallbacks
         self._fallbacks.add(refusal, describe_difference(key, [self._verified]) if is_new else "")
         return self._original(*args, **kwargs)

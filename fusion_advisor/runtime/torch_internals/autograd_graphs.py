@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from fusion_advisor.errors import NoSecondDerivative
-from fusion_advisor.runtime.torch_internals import fx_trace
+from fusion_advisor.runtime.torch_internals import dispatcher, fake_mode
 
 _LEAST_BUDGET = 1e-6
 """With 0 torch keeps the inputs alone, and draws random numbers again whatever is said of them."""
@@ -75,11 +75,11 @@ def with_backward(
     from torch._functorch import config
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
-    takes_none = [False]
+    takes_none, writes = [False], [False]
 
     def compiler(make: MakeCall) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
         def compiled(half: GraphModule, _: list[Any]) -> Callable[..., Any]:
-            _keep_what_is_given()
+            writes[0] |= _keep_what_is_given()
             call = make(half)
             takes_none[0] |= getattr(call, "takes_none", False)
             take = getattr(call, "take", None)
@@ -104,11 +104,14 @@ def with_backward(
     with config.patch(own):
         call: Callable[..., Any] = to_graphs(graph_module, inputs)
 
-    return functools.partial(_watched, call, takes_none[0])
+    return functools.partial(_watched, call, takes_none[0], writes[0])
 
 
-def _watched(call: Callable[..., Any], takes_none: bool, *args: Any) -> Any:
-    results = call(*args)
+def _watched(call: Callable[..., Any], takes_none: bool, writes: bool, *args: Any) -> Any:
+    # AOTAutograd writes to inputs at the end, which the second forward pass of a checkpoint never comes to: a batch norm would
+    # count a batch once that eager counts twice.
+    with dispatcher.whole_second_pass() if writes else contextlib.nullcontext():
+        results = call(*args)
     node = _backward_node(results, args)
     if node is not None:
         if takes_none:
@@ -209,6 +212,23 @@ def _partitioned(
     return forward, backward
 
 
+def writes_in_checkpoint(joint: GraphModule) -> bool:
+    """Whether a checkpoint writes to an input of a joint graph, such as the running mean of a batch norm; call it in ``prepare``.
+
+    In eager its second forward pass writes again. The parted graphs write once, or read what was written meanwhile.
+
+    Args:
+        joint: the graph of both passes.
+    """
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    result = joint.graph.output_node()
+    results, about = result.args[0], result.meta["desc"]
+    assert isinstance(results, tuple | list)
+    written = [one for one, kind in zip(results, about, strict=True) if isinstance(kind, InputMutationAOTOutput)]
+    return any(isinstance(one, Node) and "recompute" in one.meta for one in written)
+
+
 def _keep_input(forward: GraphModule, backward: GraphModule, name: str, outputs: int) -> None:
     """Hand an input to the backward pass, which leaves it unread: autograd raises where it was written meanwhile, as in eager.
 
@@ -272,14 +292,19 @@ def _narrowing_path(node: Node) -> list[Node]:
     return path
 
 
-def _keep_what_is_given() -> None:
+def _keep_what_is_given() -> bool:
     """Say that the backward pass frees nothing of what the forward pass kept: then it may run again (``retain_graph``).
 
     Torch refuses that where the list of what is freed is not empty, and leaves it unset where it was not asked for.
+
+    Returns:
+        Whether AOTAutograd writes to inputs once the forward pass is done.
     """
     context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    if context is None or context.fw_metadata is None:
+        return False
+    context.fw_metadata.bw_donated_idxs = []
+    return bool(context.fw_metadata.mutated_inp_runtime_indices)
 
 
 def output_of_gradient(node: Node) -> int | None:
@@ -297,28 +322,6 @@ def output_of_gradient(node: Node) -> int | None:
     if not isinstance(about, TangentAOTInput) or not isinstance(about.output, PlainAOTOutput):
         return None
     return about.output.idx
-
-
-def saves_through_hooks() -> bool:
-    """Whether ``saved_tensors_hooks`` are active in this thread: what is kept for a backward pass then is what they return."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-@contextlib.contextmanager
-def without_saved_hooks() -> Iterator[None]:
-    """Take the ``saved_tensors_hooks`` of this thread away while the context lasts.
-
-    A checkpoint counts what is saved inside of it, and what else runs there is none of it.
-    """
-    taken = []
-    while saves_through_hooks():
-        taken.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(taken):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def own_call(graph_module: GraphModule) -> Callable[..., Any]:
@@ -368,33 +371,21 @@ class _Checkpointed(torch.nn.Module):
         self._run = own_call(body)
         chosen = body.meta.get("_checkpoint_context_fn")
         self._how = {} if chosen is None else {"context_fn": chosen}
+        self._written: frozenset[int] | None = None
 
     def forward(self, *args: Any, **given: Any) -> Any:
-        """Run it."""
-        return checkpoint(self._run, *args, use_reentrant=False, **self._how, **given)
+        """Run it.
 
+        Autograd lets nobody write to what a checkpoint is given, and the body may write to a buffer, which in the model is no
+        argument.
+        """
+        if self._written is None:
+            self._written = fake_mode.written_arguments(self._run, args)
+        read = [one for place, one in enumerate(args) if place not in self._written]
 
-def copied_graph(graph_module: GraphModule) -> GraphModule:
-    """Return a graph that may be changed, over the same tensors; its nodes keep what was traced."""
-    graph = Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    return fx_trace.lazy_graph_module(graph_module, graph, class_name="Half")
+        def run(*read: Any, **given: Any) -> Any:
+            others = iter(read)
+            return self._run(*(args[place] if place in written else next(others) for place in range(len(args))), **given)
 
-
-def draws_numbers(graph_module: GraphModule) -> bool:
-    """Whether an op of a graph is random; attention and dropout are where they drop something.
-
-    Args:
-        graph_module: of ATen ops.
-    """
-    return any(map(_draws, graph_module.graph.nodes))
-
-
-def _draws(node: Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    assert isinstance(node.target, torch._ops.OpOverload)
-    given = {argument.name: argument.default_value for argument in node.target._schema.arguments}
-    given |= dict(zip(given, node.args, strict=False)) | dict(node.kwargs)
-    share = given.get("dropout_p", given.get("p"))
-    return bool(share != 0 and given.get("train") is not False)
+        written = self._written
+        return checkpoint(run if written else self._run, *read, use_reentrant=False, **self._how, **given)

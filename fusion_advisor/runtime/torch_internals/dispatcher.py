@@ -1,4 +1,4 @@
-"""The dispatcher: modes and tensor classes that see ops, and how ops are dispatched while dynamo traces."""
+"""The dispatcher: modes, tensor classes and hooks that see ops and what they save, and how ops are dispatched in a trace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,6 +118,57 @@ def _unregister_linear() -> None:
     while _linear_keys:
         del linear.py_kernels[_linear_keys.pop()]
     linear._dispatch_cache.clear()
+
+
+def saves_through_hooks() -> bool:
+    """Whether ``saved_tensors_hooks`` are active in this thread: what is kept for a backward pass then is what they return."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextlib.contextmanager
+def without_saved_hooks() -> Iterator[None]:
+    """Take the ``saved_tensors_hooks`` of this thread away while the context lasts.
+
+    A checkpoint counts what is saved inside of it, and what else runs there is none of it.
+    """
+    taken = []
+    while saves_through_hooks():
+        taken.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def whole_second_pass() -> Iterator[None]:
+    """Let the second forward pass of a checkpoint go on until the context ends.
+
+    The checkpoint ends it by an error from the hook that is given the last tensor that it needs.
+    """
+    if not saves_through_hooks():
+        yield
+        return
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    ends: list[Exception] = []
+
+    def late(tensor: torch.Tensor) -> Any:
+        if not ends:
+            try:
+                return pack(tensor)
+            except checkpoint._StopRecomputationError as end:
+                ends.append(end)
+        return None
+
+    torch._C._autograd._push_saved_tensors_default_hooks(late, unpack)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if ends:
+        raise ends.pop()
 
 
 class OpLog(TorchDispatchMode):

@@ -8,7 +8,7 @@ import inspect
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from types import CodeType, MethodType
 from typing import Any, cast
 
@@ -151,6 +151,15 @@ def fake_modes_of(graph_module: torch.fx.GraphModule) -> list[Any]:
     modes = [getattr(value, "fake_mode", None) for value in placeholder_values(graph_module)]
     modes.append(None if context is None else context.fake_mode)
     return list({id(mode): mode for mode in modes if mode is not None}.values())
+
+
+def known_tensors() -> MutableMapping[Any, Any]:
+    """Return what the trace that the backend has in hand notes of real tensors, by the tensor, whose weak references it holds.
+
+    It serves the trace alone, and lives as long as AOTAutograd's graphs. ``torch.utils.swap_tensors`` refuses such a tensor.
+    """
+    context = TracingContext.try_get()
+    return {} if context is None else context.tensor_to_context
 
 
 def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *, mode: str | None = None) -> Callable[..., Any]:

@@ -35,6 +35,24 @@ def fake_tensors(values: list[Any]) -> list[Any]:
     return [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
+def written_arguments(call: Callable[..., Any], args: Sequence[Any]) -> frozenset[int]:
+    """Return the places of the tensors that a call writes to.
+
+    Args:
+        call: run on fake tensors.
+        args: real ones.
+
+    Returns:
+        Nothing where the call cannot be run so.
+    """
+    fakes = fake_tensors(list(args))
+    tensors = {place: one for place, one in enumerate(fakes) if isinstance(one, torch.Tensor)}
+    before = {place: one._version for place, one in tensors.items()}
+    with torch.no_grad(), contextlib.suppress(Exception):
+        call(*fakes)
+    return frozenset(place for place, one in tensors.items() if one._version != before[place])
+
+
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without numbers."""
     from torch._subclasses.fake_tensor import FakeTensor

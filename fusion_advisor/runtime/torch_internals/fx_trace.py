@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from fusion_advisor.runtime.torch_internals.fake_mode import fake_mode_of
 
 
-def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph, *, class_name: str) -> torch.fx.GraphModule:
+def lazy_graph_module(root: torch.nn.Module, graph: Graph, *, class_name: str) -> GraphModule:
     """Return a graph module that generates its Python code when it is first called or asked for it.
 
     For 2,000 nodes that takes 40 ms, and a graph that is only read or interpreted never needs it.
@@ -24,9 +25,33 @@ def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph, *, class_nam
     return _LazyGraphModule(root, graph, class_name=class_name)
 
 
-def retrace_to_aten(
-    function: Callable[..., Any], fake_inputs: list[Any], *, is_transformed: bool = False
-) -> torch.fx.GraphModule:
+def copied_graph(graph_module: GraphModule) -> GraphModule:
+    """Return a graph that may be changed, over the same tensors; its nodes keep what was traced."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return lazy_graph_module(graph_module, graph, class_name="Half")
+
+
+def draws_numbers(graph_module: GraphModule) -> bool:
+    """Whether an op of a graph is random; attention and dropout are where they drop something.
+
+    Args:
+        graph_module: of ATen ops.
+    """
+    return any(map(_draws, graph_module.graph.nodes))
+
+
+def _draws(node: Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given = {argument.name: argument.default_value for argument in node.target._schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | dict(node.kwargs)
+    share = given.get("dropout_p", given.get("p"))
+    return bool(share != 0 and given.get("train") is not False)
+
+
+def retrace_to_aten(function: Callable[..., Any], fake_inputs: list[Any], *, is_transformed: bool = False) -> GraphModule:
     """Trace ``function`` on fake tensors into ATen ops as the model calls them, before autograd and decomposition.
 
     With ``is_transformed`` they are those that ``vmap`` and other transforms make of them, below autograd: composite ops are
@@ -35,11 +60,11 @@ def retrace_to_aten(
     Source lines and module stacks of the nodes that are being interpreted are kept (``preserve_node_meta``).
     """
     with preserve_node_meta(), fake_mode_of(fake_inputs), _outside_tracing_context():
-        traced: torch.fx.GraphModule = make_fx(function, pre_dispatch=not is_transformed)(*fake_inputs)
+        traced: GraphModule = make_fx(function, pre_dispatch=not is_transformed)(*fake_inputs)
     return traced
 
 
-def is_associative_scan(node: torch.fx.Node) -> bool:
+def is_associative_scan(node: Node) -> bool:
     """Whether a node of dynamo's graph is an ``associative_scan`` as one op."""
     return node.op == "call_function" and str(node.target) == "associative_scan"
 

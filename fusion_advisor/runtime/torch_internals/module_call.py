@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,6 +31,45 @@ def compiled_call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
     """Return what ``set_compiled_call`` or ``module.compile()`` has set."""
     set_now: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
     return set_now
+
+
+def show_compiled_call(module: torch.nn.Module) -> None:
+    """Let dynamo see that a module has a compiled call, where it traces somebody else's function that calls the module.
+
+    It takes a short way to ``forward`` while the module's ``__call__`` is torch's own, and then asks for no compiled call. With
+    a method of the instance it traces the call as Python makes it, which never asks the instance for ``__call__``. A copy of the
+    module has a method of its own, and a pickle torch's.
+    """
+    if "__call__" not in module.__dict__:
+        module.__dict__["__call__"] = MethodType(_called, module)
+
+
+def hide_compiled_call(module: torch.nn.Module) -> None:
+    """Undo :func:`show_compiled_call`."""
+    if getattr(module.__dict__.get("__call__"), "__func__", None) is _called:
+        del module.__dict__["__call__"]
+
+
+def call_slots(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what :func:`set_compiled_call` and :func:`show_compiled_call` have put into a module, by attribute."""
+    return {name: module.__dict__[name] for name in _SLOTS if name in module.__dict__}
+
+
+def fill_call_slots(module: torch.nn.Module, slots: dict[str, Any]) -> None:
+    """Put into a module what :func:`call_slots` returned, and nothing else into these places."""
+    for name in _SLOTS:
+        module.__dict__.pop(name, None)
+    module.__dict__.update(slots)
+
+
+_SLOTS = ("_compiled_call_impl", "__call__")
+
+
+def _called(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(self).__call__(self, *args, **kwargs)
+
+
+_called.__name__ = "__call__"  # by which pickle finds a method again
 
 
 def hook_tables(module: torch.nn.Module, *, of_backward: bool = False) -> list[dict[int, Any]]:

@@ -14,7 +14,7 @@ from fusion_advisor.fuse.loss.budget import MEMORY_BUDGET, row_of_budget
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.training_options import check_options_of_other_phases
 from fusion_advisor.records import Status
-from fusion_advisor.runtime.torch_internals import autograd_graphs
+from fusion_advisor.runtime.torch_internals import fx_trace
 from tests.fuse.train.test_chunked_losses import Backend
 from tests.fuse.train.test_trained_graph import OPTIONS, WIDTH, Block, compare, gradients, step
 
@@ -71,7 +71,7 @@ def test_dropout_is_not_drawn_again(budget):
     for half in graph.halves:
         draws = sum(str(node.target) == "aten.native_dropout.default" for node in half.graph.graph.nodes)
         assert draws in (0, 4)
-    assert sum(autograd_graphs.draws_numbers(half.graph) for half in graph.halves) == 1
+    assert sum(fx_trace.draws_numbers(half.graph) for half in graph.halves) == 1
 
 
 def test_what_is_no_share_is_refused():

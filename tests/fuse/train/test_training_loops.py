@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fusion_advisor.fuse.train.trained_model import EVALUATED, UNSEEN
+from fusion_advisor.fuse.train.trained_model import EVALUATED, OTHER_GRAPH, UNSEEN
 from tests.fuse.train.test_trained_graph import WIDTH, Block
 from tests.fuse.train.test_trained_model import applied
 
@@ -93,6 +94,27 @@ def loaded_again(model, _):
         optimizer.zero_grad()
         loss_of(model, x, y).backward()
         optimizer.step()
+
+
+def swapped(model, fused):
+    """Tensors are swapped for others, as a conversion or ``load_state_dict`` does that is told to; after an unseen graph too."""
+    for number, (x, y) in enumerate(batches(model)):
+        optimizer = adam(model)
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if fused is not None and number == 1:
+            with pytest.warns(UserWarning, match="requires_grad"):
+                model(x.clone().requires_grad_())
+            gc.collect()  # dynamo leaves cycles behind
+        if number == 2:
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                model.load_state_dict({name: 0.5 * one for name, one in model.state_dict().items()})
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+        for one in model.parameters():
+            torch.utils.swap_tensors(one, nn.Parameter(0.9 * one.detach()))
 
 
 def other_optimizers(model, _):
@@ -211,8 +233,8 @@ def after_errors(model, fused):
 
 
 LOOPS = {
-    in_parts: {UNSEEN}, averaged_and_validated: {EVALUATED}, loaded_again: set(), other_optimizers: set(), in_one_buffer: set(),
-    perturbed: set(), kept_elsewhere: set(), in_another_order: set(), after_errors: {UNSEEN},
+    in_parts: {UNSEEN}, averaged_and_validated: {EVALUATED}, loaded_again: set(), swapped: {OTHER_GRAPH}, other_optimizers: set(),
+    in_one_buffer: set(), perturbed: set(), kept_elsewhere: set(), in_another_order: set(), after_errors: {UNSEEN},
 }  # fmt: skip
 
 

@@ -40,34 +40,6 @@ def test_there_is_a_graph_for_each_pass_and_the_backward_pass_may_run_twice():
     torch.testing.assert_close(x.grad, 2 * own.grad)
 
 
-def test_hooks_on_what_is_kept_are_seen_where_they_are_active():
-    assert not autograd_graphs.saves_through_hooks()
-    with torch.autograd.graph.save_on_cpu():
-        assert autograd_graphs.saves_through_hooks()
-    assert not autograd_graphs.saves_through_hooks()
-
-
-def test_hooks_on_what_is_kept_are_taken_away_and_put_back_in_their_order():
-    seen = []
-
-    def note(name):
-        def pack(tensor):
-            seen.append(name)
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-    x = torch.randn(3, requires_grad=True)
-    with note("outer"):
-        with note("inner"):
-            with autograd_graphs.without_saved_hooks():
-                assert not autograd_graphs.saves_through_hooks()
-                x.sin()
-            x.sin()
-        x.sin()
-    assert seen == ["inner", "outer"] and not autograd_graphs.saves_through_hooks()
-
-
 def test_a_gradient_that_is_not_asked_for_is_none_where_a_pass_takes_none_and_zeros_elsewhere():
     def given(takes_none):
         seen = []
@@ -245,31 +217,6 @@ def test_a_graph_without_a_checkpoint_is_its_own_call():
     assert autograd_graphs.own_call(graph) == graph.forward
 
 
-def test_a_copy_of_a_graph_may_be_changed():
-    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)
-    copy = autograd_graphs.copied_graph(graph)
-    copy.graph.find_nodes(op="call_function", target=torch.relu)[0].target = torch.neg
-    copy.recompile()
-    x = torch.tensor([2.0])
-    assert copy(x) == -1 and graph(x) == 3
-
-
-@pytest.mark.parametrize(
-    ("function", "is_random"),
-    [
-        (lambda x: torch.ops.aten.native_dropout.default(x, 0.5, True), True),
-        (lambda x: torch.ops.aten.native_dropout.default(x, 0.5, False), False),
-        (lambda x: torch.ops.aten.native_dropout.default(x, 0.0, True), False),
-        (lambda x: torch.ops.aten.bernoulli.default(x) + 1, True),
-        (lambda x: torch.ops.aten.scaled_dot_product_attention.default(x, x, x), False),
-        (lambda x: torch.ops.aten.scaled_dot_product_attention.default(x, x, x, None, 0.1), True),
-        (lambda x: torch.ops.aten.relu.default(x) + 1, False),
-    ],
-)
-def test_which_ops_draw_numbers(function, is_random):
-    assert autograd_graphs.draws_numbers(torch.fx.symbolic_trace(function)) is is_random
-
-
 def kept_bytes(memory_budget):
     """What the forward pass of four layers keeps, its gradients, and the backward graph's ops."""
     torch.manual_seed(0)
@@ -354,3 +301,29 @@ def test_a_log_softmax_is_computed_again_where_that_keeps_fewer_bytes(dtype, ret
     _, backward = graphs_and_gradients(loss, rows, weight, labels)
     assert any("_log_softmax.default" in str(node.target) for node in backward.graph.nodes) is is_again
     assert [kept for shape, kept in kept_of(backward) if shape == (6, 20)] == [dtype]
+
+
+def test_a_checkpoint_that_writes_to_an_input_is_known_by_its_joint_graph():
+    def add(x, count):
+        count.add_(1)
+        return x.sin()
+
+    def forward_of(graph_module):
+        return graph_module.forward
+
+    def writes(function):
+        found = []
+
+        def note(joint):
+            found.append(autograd_graphs.writes_in_checkpoint(joint))
+
+        def backend(graph_module, inputs):
+            return autograd_graphs.with_backward(graph_module, inputs, forward_of, forward_of, prepare=note)
+
+        torch.compile(function, backend=backend, dynamic=False)(torch.ones(2, requires_grad=True), torch.zeros(2))
+        torch.compiler.reset()
+        return found
+
+    assert writes(lambda x, count: checkpoint(add, x, count, use_reentrant=False)) == [True]
+    assert writes(add) == [False]
+    assert writes(lambda x, count: checkpoint(torch.sin, x, use_reentrant=False) + count.add_(1)) == [False]

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fusion_advisor.runtime.torch_internals import dispatcher, fake_mode
 
@@ -181,3 +182,47 @@ def test_autocast_casts_nothing_of_a_wide_copy():
     with torch.no_grad(), dispatcher.StaysWide(torch.float32), torch.autocast("cpu", torch.bfloat16):
         found = layer(x)
     assert found.dtype == torch.float32 and torch.equal(found, layer(x))
+
+
+def test_hooks_on_what_is_kept_are_seen_where_they_are_active():
+    assert not dispatcher.saves_through_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert dispatcher.saves_through_hooks()
+    assert not dispatcher.saves_through_hooks()
+
+
+def test_hooks_on_what_is_kept_are_taken_away_and_put_back_in_their_order():
+    seen = []
+
+    def note(name):
+        def pack(tensor):
+            seen.append(name)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    x = torch.randn(3, requires_grad=True)
+    with note("outer"):
+        with note("inner"):
+            with dispatcher.without_saved_hooks():
+                assert not dispatcher.saves_through_hooks()
+                x.sin()
+            x.sin()
+        x.sin()
+    assert seen == ["inner", "outer"] and not dispatcher.saves_through_hooks()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_the_second_pass_of_a_checkpoint_ends_where_the_context_does(is_whole):
+    passed = []
+
+    def run(x):
+        with dispatcher.whole_second_pass() if is_whole else contextlib.nullcontext():
+            result = x.exp()
+            passed.append("context")
+        passed.append("function")
+        return result
+
+    checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert passed == ["context", "function", *(["context"] if is_whole else [])]
+    assert not dispatcher.saves_through_hooks()

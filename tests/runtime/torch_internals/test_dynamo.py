@@ -253,6 +253,20 @@ def test_dynamo_says_which_code_it_looked_through():
     torch.utils.swap_tensors(x, torch.zeros(2))
 
 
+def test_what_a_trace_knows_of_real_tensors_can_be_forgotten():
+    contexts, weight = [], torch.nn.Parameter(torch.ones(2))
+
+    def backend(graph_module, inputs):
+        contexts.append(dynamo.known_tensors())
+        return graph_module.forward
+
+    torch.compile(lambda x: x * weight, backend=backend)(torch.ones(2))
+    (known,) = contexts
+    assert any(one is weight for one in known)
+    known.clear()
+    assert not known and dynamo.known_tensors() == {}
+
+
 def test_a_result_that_carries_a_gradient_is_known():
     weight = torch.nn.Parameter(torch.ones(4))
 

@@ -116,3 +116,15 @@ def test_a_batch_of_images_and_a_contiguous_one_are_left_alone():
         value = node.meta["val"]
         assert fake_mode.laid_as_in_eager(node, value, (node.all_input_nodes[0].meta["val"], [-1, 8, 4, 4]), {}) is value
         assert value.stride() == tokens.reshape(-1, 8, 4, 4).stride()
+
+
+def test_which_arguments_a_call_writes_to():
+    def call(x, mean, count, name):
+        count[0].add_(1)
+        return x + mean.mul_(2).sum(), name
+
+    args = (torch.randn(2, 3), torch.zeros(3), torch.zeros(2))
+    assert fake_mode.written_arguments(call, (*args, "")) == {1, 2}
+    assert fake_mode.written_arguments(lambda *args: args[0] / 2, args) == frozenset()
+    assert fake_mode.written_arguments(lambda *args: bool(args[0].sum() > 0), args) == frozenset()
+    assert all(torch.equal(one, torch.zeros_like(one)) for one in args[1:])

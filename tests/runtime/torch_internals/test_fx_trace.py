@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._guards import TracingContext
 
@@ -60,3 +61,28 @@ def test_retrace_puts_the_tracing_context_back():
     before, after = dynamo_graph(lambda x: x * 3, torch.randn(2), then=retrace)[1]
     assert before is not None
     assert after is before
+
+
+def test_a_copy_of_a_graph_may_be_changed():
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)
+    copy = fx_trace.copied_graph(graph)
+    copy.graph.find_nodes(op="call_function", target=torch.relu)[0].target = torch.neg
+    copy.recompile()
+    x = torch.tensor([2.0])
+    assert copy(x) == -1 and graph(x) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "is_random"),
+    [
+        (lambda x: torch.ops.aten.native_dropout.default(x, 0.5, True), True),
+        (lambda x: torch.ops.aten.native_dropout.default(x, 0.5, False), False),
+        (lambda x: torch.ops.aten.native_dropout.default(x, 0.0, True), False),
+        (lambda x: torch.ops.aten.bernoulli.default(x) + 1, True),
+        (lambda x: torch.ops.aten.scaled_dot_product_attention.default(x, x, x), False),
+        (lambda x: torch.ops.aten.scaled_dot_product_attention.default(x, x, x, None, 0.1), True),
+        (lambda x: torch.ops.aten.relu.default(x) + 1, False),
+    ],
+)
+def test_which_ops_draw_numbers(function, is_random):
+    assert fx_trace.draws_numbers(torch.fx.symbolic_trace(function)) is is_random

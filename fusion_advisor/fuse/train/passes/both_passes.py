@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.fx import GraphModule, Node
@@ -15,7 +15,7 @@ from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
 from fusion_advisor.fuse.train.passes.as_autograd import AsAutograd
 from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES, EitherBackward, for_loss_alone
 from fusion_advisor.runtime.fallback_warning import warn_caller
-from fusion_advisor.runtime.torch_internals import autograd_graphs
+from fusion_advisor.runtime.torch_internals import autograd_graphs, fx_trace
 
 Call = Callable[..., Any]
 
@@ -73,6 +73,7 @@ class BothPasses:
         by_name: the same, as ``forward`` and ``backward``.
         call: runs the first, and the second when autograd asks for it.
         sites: of what was tagged.
+        writes_in_checkpoint: whether eager writes to an input once more in the second forward pass of a checkpoint.
         unasked: places of outputs whose gradients the second pass is made without.
     """
 
@@ -83,10 +84,11 @@ class BothPasses:
         self.halves: list[Half] = []
         self.by_name: dict[str, Half] = {}
         self.graphs: dict[str, GraphModule] = {}
-        self.sites = 0
+        self.sites, self.writes_in_checkpoint = 0, False
         self.unasked: frozenset[int] = frozenset()
 
         def prepared(joint: GraphModule) -> None:
+            self.writes_in_checkpoint = autograd_graphs.writes_in_checkpoint(joint)
             self.sites = prepare(joint)
 
         def made(graph: GraphModule, name: str) -> Half:
@@ -153,6 +155,10 @@ class BothPasses:
             half.instead = noting(half)
         try:
             run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of autograd, between the passes
+            raise FailsAsTraced.by(error) from error
         finally:
             for half in self.halves:
                 half.instead = None
@@ -164,7 +170,7 @@ class BothPasses:
     @property
     def draws_numbers(self) -> bool:
         """Whether an op of either pass is random."""
-        return any(autograd_graphs.draws_numbers(half.graph) for half in self.halves)
+        return any(fx_trace.draws_numbers(half.graph) for half in self.halves)
 
     @property
     def holds_sparse(self) -> bool:
@@ -196,6 +202,12 @@ class FailsAsTraced(Exception):
     ``reshape`` copies and the trace's ``view`` cannot show.
     """
 
+    @classmethod
+    def by(cls, error: RuntimeError) -> Self:
+        """Return it with the first sentence of what torch raised."""
+        why = str(error).strip().partition("\n")[0].partition(". ")[0]
+        return cls(f"the step fails as torch's AOTAutograd traces it: {why}")
+
 
 def as_traced(graph: GraphModule) -> Call:
     """Return a call that runs a pass as AOTAutograd traced it.
@@ -210,7 +222,6 @@ def as_traced(graph: GraphModule) -> Call:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            why = str(error).strip().partition("\n")[0].partition(". ")[0]
-            raise FailsAsTraced(f"the step fails as torch's AOTAutograd traces it: {why}") from error
+            raise FailsAsTraced.by(error) from error
 
     return call

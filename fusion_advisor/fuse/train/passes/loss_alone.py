@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from fusion_advisor.capture.graph.fx_nodes import storages
 from fusion_advisor.fuse.train.passes.as_autograd import Pass, is_gradient, zeros
 from fusion_advisor.fuse.train.passes.freed_arguments import taking_a_list
-from fusion_advisor.runtime.torch_internals import autograd_graphs, fake_mode
+from fusion_advisor.runtime.torch_internals import autograd_graphs, fake_mode, fx_trace
 
 LEAST_BYTES = 16 << 20
 """Of a gradient that is left out: zeros of fewer take no time."""
@@ -61,7 +61,7 @@ def for_loss_alone(graph_module: GraphModule, least_bytes: int = LEAST_BYTES) ->
         graph_module: the backward pass, as AOTAutograd made it; it stays as it is.
         least_bytes: of a gradient.
     """
-    copied = autograd_graphs.copied_graph(graph_module)
+    copied = fx_trace.copied_graph(graph_module)
     given = [node for node in copied.graph.nodes if node.op == "placeholder"]
     gradients = [node for node in given if is_gradient(node)]
     large = {

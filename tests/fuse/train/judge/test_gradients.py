@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_advisor.fuse.train.judge.gradients import LostGradient, TrainingStep, WideWithSameNumbers, check_gradients, wide_run
-from fusion_advisor.runtime.torch_internals.autograd_graphs import draws_numbers
+from fusion_advisor.runtime.torch_internals.fx_trace import draws_numbers
 
 COUNT = 30
 

@@ -20,7 +20,7 @@ from fusion_advisor.fuse.train.passes.columns_last import sink_column_sums
 from fusion_advisor.fuse.train.passes.gradient_parts import split_norm_gradients
 from fusion_advisor.records import OpClass
 from fusion_advisor.records.op_facts import item_bytes, overload_free
-from fusion_advisor.runtime.torch_internals import autograd_graphs
+from fusion_advisor.runtime.torch_internals import autograd_graphs, fx_trace
 from tests.fuse.train.test_models import MODELS, batch
 from tests.fuse.train.test_trained_graph import OPTIONS
 
@@ -48,7 +48,7 @@ def passes(model, **inputs):
     def backend(graph_module, given):
         def keep(name):
             def kept(half):
-                found.setdefault(name, []).append(autograd_graphs.copied_graph(half))
+                found.setdefault(name, []).append(fx_trace.copied_graph(half))
                 return half.forward
 
             return kept
@@ -68,7 +68,7 @@ def test_two_calls_give_what_one_gave():
     inputs = [torch.randn(node.meta["val"].shape) for node in graph_module.graph.nodes if node.op == "placeholder"]
     before = graph_module(*inputs)
     names = targets(graph_module)
-    prepared = sink_column_sums(split_norm_gradients(autograd_graphs.copied_graph(graph_module)))
+    prepared = sink_column_sums(split_norm_gradients(fx_trace.copied_graph(graph_module)))
     after = prepared(*inputs)
     assert len(before) == len(after)
     for one, other in zip(before, after, strict=True):
