@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Schedule, base_is_multiple, next_power
+from fusion_advisor.codegen.common.arguments import INT32_SAFE, MAX_RESIDENT_COLS, Schedule, base_is_multiple, next_power
 from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.interface import KernelBuildFailed, Tuning
 
@@ -86,6 +86,10 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool, opened: fro
     tile *= 2 if plan.has_pairs else 1
     if plan.numbers:
         constants["BY_FOUR"] = all(base_is_multiple(plan.program, number, 4) for number in plan.numbers)
+    counted = {"rows": [cols] * is_looped, "tiled": plan.program.dims[-2:] if opened else []}.get(plan.kind, [])
+    if any(INT32_SAFE <= size < 2**31 for size in counted):
+        cause = "the step after the last one along a size this near to 2^31 would pass the 32 bits that it is passed in"
+        raise KernelBuildFailed(kernel="triton kernel", target=f"shape {plan.program.dims}", cause=cause)
     if programs >= 2**31 or tile > _MAX_TILE:
         cause = f"{programs} programs of {tile} elements: CUDA allows 2^31 - 1, Triton 2^20"
         raise KernelBuildFailed(kernel="triton kernel", target=f"shape {plan.program.dims}", cause=cause)

@@ -24,7 +24,7 @@ def fa_rope_interleaved_9f96c9(
     row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     i0 = (tile // col_tiles // row_tiles).to(INDEX)
     row_mask = row < rows
-    item_col_mask = item < 2 * cols
+    item_col_mask = item < 2 * tl.cast(cols, INDEX)
     item_mask = row_mask & item_col_mask
     x_row = x_ptr + i0 * x_stride0 + row * x_stride1
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1

@@ -27,7 +27,7 @@ def fa_rope_pairs_3a7481(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
-    item_col_mask = item < 2 * cols
+    item_col_mask = item < 2 * tl.cast(cols, INDEX)
     item_mask = row_mask & item_col_mask
     x_row = x_ptr + i0 * x_stride0 + row * x_stride1
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
