@@ -14,9 +14,10 @@ from dataclasses import replace
 from fusion_advisor.codegen.common.arguments import Access, Schedule
 from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, ROUNDERS, SUM, UNARY, Text, Writer
+from fusion_advisor.codegen.common.printer_rows import jumps_after_division
 from fusion_advisor.codegen.triton.op_rows import ROWS
 from fusion_advisor.ir.causal_mask import order_of
-from fusion_advisor.ir.program import COMPARES, HALF, ITEM_BYTES, Program, Value, dropout_constants, result_dtypes
+from fusion_advisor.ir.program import HALF, ITEM_BYTES, Value, dropout_constants, result_dtypes
 
 _IDENTITY = {"reduce_sum": {"float": "0.0", "int": "0"},
              "reduce_max": {"float": 'float("-inf")', "int": str(-(2**63))},
@@ -28,21 +29,6 @@ LOWEST = {"float32": "-3.4028234663852886e38", "float64": "-1.7976931348623157e3
 def identity(value: Value) -> str:
     """The literal that leaves a reduction unchanged."""
     return _IDENTITY[value.op]["int" if value.dtype == "int64" else "float"]
-
-
-_JUMPS = frozenset({"floor", "ceil", "trunc", "round", "remainder", "sign", *COMPARES})
-
-
-def _jumps_after_division(program: Program) -> bool:
-    """Whether something that a division or a root is part of is rounded to a whole number, compared, or made an integer."""
-    after = set[int]()
-    for number, value in enumerate(program.values):
-        is_after = not after.isdisjoint(value.args)
-        if is_after and (value.op in _JUMPS or value.dtype in ("int64", "bool")):
-            return True
-        if is_after or value.op in ("div", "reciprocal", "sqrt"):
-            after.add(number)
-    return False
 
 
 def _writes_rows(plan: Schedule) -> bool:
@@ -65,7 +51,7 @@ class TritonWriter(Writer):
         {"tanh", "sigmoid", "expm1", "log1p", "pow", "round", "trunc", "remainder", "sign", "exp", "sigmoid_16bit",
          "tanh_cdf_16bit", "normal_cdf_16bit", "to_float32", "maximum", "minimum", "philox", "dropout_factor", "checked", "erfc",
          "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about", "mean_of",
-         "tanh_16bit", "expm1_16bit", "log1p_16bit"}
+         "tanh_16bit", "exp_16bit", "expm1_16bit", "log1p_16bit"}
     )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
@@ -78,7 +64,7 @@ class TritonWriter(Writer):
         """What loads say to the cache, by value number."""
         self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
         self.is_half = result_dtypes(plan.program) <= HALF and not plan.program.is_exact
-        self.is_rough = self.is_half and not _jumps_after_division(plan.program)
+        self.is_rough = self.is_half and not jumps_after_division(plan.program)
         """Whether a division or a root may be approximate."""
         self._runs: dict[int, str] = {}
         self.shares_rows = not is_looped and _writes_rows(plan)
