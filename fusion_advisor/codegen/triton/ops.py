@@ -50,7 +50,7 @@ class TritonWriter(Writer):
     helper_names = frozenset(
         {"tanh", "sigmoid", "expm1", "log1p", "pow", "round", "trunc", "remainder", "sign", "exp", "sigmoid_16bit",
          "tanh_cdf_16bit", "normal_cdf_16bit", "to_float32", "maximum", "minimum", "philox", "dropout_factor", "checked", "erfc",
-         "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about", "mean_of",
+         "round_bf16", "round_fp16", "in_eights", "add_exp", "merge_exp_sums", "add_moments", "squares_about", "mean_of",
          "tanh_16bit", "exp_16bit", "expm1_16bit", "log1p_16bit"}
     )  # fmt: skip
 

@@ -155,3 +155,23 @@ def test_a_single_row_in_a_tile_of_several_still_compiles():
     program = lowered("rmsnorm", R=1, C=64)
     rendered = TritonBackend().render(program, HEADER, tuning=Tuning(block_rows=4, num_warps=4), fast_math=False)
     assert assembly_for(program, rendered, 90)["cubin"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("cross_entropy", {"R": 2048, "V": 50257}),
+        ("log_softmax", {"R": 2048, "C": 50257}),
+        ("groupnorm", {"B": 4, "G": 32, "K": 11, "H": 63, "W": 63}),
+    ],
+)
+def test_single_elements_are_grouped_inside_of_threads(name, sizes):
+    """Rows that start anywhere are read by element: only what a row comes to is exchanged between threads, as for other rows."""
+    code = ptx(lowered(name, **sizes))
+    assert not re.search(r"ld\.global\S*\.v\d\.b(16|32)", code)
+    assert len(re.findall(r"shfl\.sync", code)) == 2 * (5 + 3)  # of a warp's lanes, and of eight warps
+    aligned = {"cross_entropy": {"R": 2048, "V": 50304}, "log_softmax": {"R": 2048, "C": 50304}}.get(
+        name, sizes | {"H": 64, "W": 64}
+    )
+    vectors = ptx(lowered(name, **aligned))
+    assert code.count("shfl.sync") == vectors.count("shfl.sync") and code.count("bar.sync") == vectors.count("bar.sync")
