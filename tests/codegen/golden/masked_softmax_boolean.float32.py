@@ -45,7 +45,8 @@ def fa_masked_softmax_boolean_324fac(
     scores_row = scores_ptr + i0 * scores_stride0 + i1 * scores_stride1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
-    mask_2 = tl.load(mask_ptr + i0 * mask_stride0 + col, mask=mask, other=0)
+    # As many bytes for a thread as it reads elements: more of them would have to change threads.
+    mask_2 = tl.load(tl.max_contiguous(mask_ptr + i0 * mask_stride0 + col, [1, 4]), mask=mask, other=0)
     scores = tl.load(scores_row + col, mask=mask, other=0.0)
     scale = 0.125
     blocked = float("-inf")

@@ -113,7 +113,7 @@ def test_constants_are_launched_in_the_order_of_the_signature():
         is_looped = "for start in " in rendered.source
         shape, _ = choose_shapes([call.plan for call in calls], Tuning(), is_looped=is_looped)
         signature = rendered.source[rendered.source.rindex("\ndef fa_") :].split("):\n")[0]
-        last = [line for line in signature.splitlines() if "INDEX: tl.constexpr" in line][-1]
+        last = signature[signature.rindex("INDEX: tl.constexpr") :]
         assert [word.split(":")[0].strip() for word in last.split(",") if word.strip()] == list(shape.constants), name
     assert {"WHOLE", "BY_FOUR"} <= set(shape.constants)
 
