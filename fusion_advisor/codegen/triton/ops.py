@@ -227,8 +227,8 @@ class TritonWriter(Writer):
     def _bytes_at_once(self, access: Access) -> int:
         """How many neighbours a thread is to read of a tensor of bytes, such as a mask; 0 where that is left to Triton.
 
-        It would take 16, where it takes 8 or 4 of the other tensors, and move what it made of them through shared memory: a masked
-        softmax of 1,024 columns had 5 barriers in bfloat16 and 11 in float32, and has the 3 of its reductions (sm_90).
+        It would take 16, but 8 or 4 of the other tensors, and move what it made of them through shared memory: a masked
+        softmax of 1,024 columns had 5 barriers in bfloat16 and 11 in float32. It has the 3 of its reductions (sm_90).
         """
         accesses = [one for one in (*self.plan.loads.values(), *self.plan.stores) if one.is_vector and not one.is_pair]
         widths = [ITEM_BYTES[one.operand.dtype] for one in accesses if ITEM_BYTES[one.operand.dtype] > 1]
