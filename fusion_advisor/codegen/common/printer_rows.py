@@ -72,9 +72,22 @@ def product(writer: Writer, number: int, value: Value, args: Sequence[Text]) -> 
     return writer.scaled(value) or INFIX["mul"](writer, number, value, args)
 
 
+def _sum(sign: str, inverse: str) -> Row:
+    """Return the row of a sum or a difference; what is added with a minus sign is subtracted, which is the same number."""
+
+    def row(_writer: Writer, _number: int, _value: Value, args: Sequence[Text]) -> Text:
+        left, right = args
+        is_lowest = right.code.startswith(str(-(2**63)))  # which has no positive
+        if right.code.startswith("-") and right.rank == UNARY and not is_lowest:
+            return Text(f"{left.at(SUM)} {inverse} {right.code[1:]}", SUM)
+        return Text(f"{left.at(SUM)} {sign} {right.at(SUM + 1)}", SUM)
+
+    return row
+
+
 INFIX: Mapping[str, Row] = {
-    "add": infix("+", SUM),
-    "sub": infix("-", SUM),
+    "add": _sum("+", "-"),
+    "sub": _sum("-", "+"),
     "mul": infix("*", PRODUCT),
     "div": infix("/", PRODUCT),
 }

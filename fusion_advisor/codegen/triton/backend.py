@@ -50,6 +50,7 @@ from fusion_advisor.codegen.triton.launch import Variant, launch_of, variant_of
 from fusion_advisor.codegen.triton.ops import TritonWriter
 from fusion_advisor.codegen.triton.signature import (
     aligned_names,
+    constants_note,
     constants_of,
     decorator,
     fixed_arguments,
@@ -107,6 +108,7 @@ class TritonBackend:
                 is_all_half = is_all_half and writer.is_half
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="triton", cause=str(error)) from error
+        constants = constants_of(calls, is_looped=is_looped, arguments=arguments)
         exp = "exp" if "exp" in helpers else "tl.exp"
         if helpers & {"sigmoid", "expm1"} and not (fast_math or is_half or is_float64):
             helpers.add("exp")
@@ -115,7 +117,7 @@ class TritonBackend:
         if "add_exp" in helpers and is_all_half and not is_float64:
             exp_below = "exp_16bit"
             helpers.add(exp_below)
-        notes = (*dropout_notes(program), *sizes_note(arguments), *tuning_note(tuning))
+        notes = (*dropout_notes(program), *sizes_note(arguments), *constants_note(constants), *tuning_note(tuning))
         common = {
             "heading": heading([call.plan for call in calls], header, fast_math=fast_math, notes=notes),
             "helpers": sorted(helpers, key=lambda name: (name not in ("exp", "exp_16bit", "philox"), name)),

@@ -103,6 +103,20 @@ def constants_of(calls: Sequence[Call], *, is_looped: bool, arguments: OpenArgum
     return ["INDEX", *blocks, *(["ALIGNED"] if aligned_names(calls, arguments) else [])]
 
 
+_MEANINGS = {
+    "INDEX": "INDEX: dtype of indices, tl.int64 where one may pass 32 bits",
+    "FULL": "FULL: BLOCK_COLS divides cols",
+    "VECTORS": "VECTORS: rows start at multiples of 16 elements",
+    "WHOLE": "WHOLE: no tile lies in two parts of its row",
+    "BY_FOUR": "BY_FOUR: rows start at multiples of four random numbers",
+}
+
+
+def constants_note(constants: Sequence[str]) -> tuple[str, ...]:
+    """Return the head comment's line about the constants whose names do not say what they are."""
+    return ("; ".join(_MEANINGS[name] for name in constants if name in _MEANINGS) + ".",)
+
+
 def signature(
     pointers: Sequence[str], integers: Iterable[tuple[str, int]], constants: Sequence[str], fixed: Collection[str]
 ) -> list[str]:

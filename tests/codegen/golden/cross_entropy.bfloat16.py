@@ -2,6 +2,8 @@
 #
 # Moves each operand once: targets 8 B/row, logits 2 B/element, loss 2 B/row.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols; VECTORS: rows
+# start at multiples of 16 elements.
 # Origin: library kernel cross_entropy, variant builtin.
 # Source: https://arxiv.org/abs/2410.10989
 

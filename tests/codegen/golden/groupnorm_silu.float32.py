@@ -1,7 +1,10 @@
 # groupnorm_silu: normalise groups of channels and SiLU; a group's channels are read as one row
 #
-# Moves each operand once: x 4 B/element, weight 4 B/row, bias 4 B/row, out 4 B/element.
+# Moves each operand once: x 4 B/element; weight 4 B/part of a row, the same for every i0; bias 4 B/part of a
+# row, the same for every i0; out 4 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols; VECTORS: rows
+# start at multiples of 16 elements; WHOLE: no tile lies in two parts of its row.
 # Origin: library kernel groupnorm_silu, variant builtin.
 # Source: https://arxiv.org/abs/1803.08494
 

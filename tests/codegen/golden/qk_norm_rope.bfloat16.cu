@@ -1,7 +1,8 @@
 // qk_norm_rope: per-head RMSNorm and rotary embedding, in one pass, x read where the projection wrote it
 //
-// Moves each operand once: weight 2 B/column, x 2 B/element, cos 2 B/element, sin 2 B/element, out 2 B/element.
-// Maths in float32, rounded once, at the store.
+// Moves each operand once: weight 2 B/column; x 2 B/element; cos 2 B/element, the same for every i1; sin
+// 2 B/element, the same for every i1; out 2 B/element.
+// Maths in float32, rounded at the store, and before it where the model rounds.
 // Origin: library kernel qk_norm_rope, variant llama.
 // Source: https://arxiv.org/abs/2505.09388
 
@@ -224,9 +225,9 @@ fa_qk_norm_rope_27bc4a(
             const float sin_2 = to_float32(sin_packs[p], lane);
             const float sin_shifted = to_float32(sin_shifted_packs[p], lane);
             const float out = product_2 * cos_2 + -product_3 * sin_2;
-            const float out_2 = product_3 * cos_shifted + product_2 * sin_shifted;
+            const float out_shifted = product_3 * cos_shifted + product_2 * sin_shifted;
             out_pack[lane] = from_float32<bfloat16_bits>(out);
-            out_pack_2[lane] = from_float32<bfloat16_bits>(out_2);
+            out_pack_2[lane] = from_float32<bfloat16_bits>(out_shifted);
         }
         store_pack(out_row + first, out_pack);
         store_pack(out_row + first + out_offset, out_pack_2);
