@@ -56,6 +56,10 @@ _NARROW_BFLOAT16 = """    unsigned bits; memcpy(&bits, &x, 4);
     bits = x != x ? 0x7fc00000u : bits + 0x7fffu + (bits >> 16 & 1);
     return bfloat16_bits{(unsigned short)(bits >> 16)};
 }"""
+_ROUND_BFLOAT16 = """    unsigned bits; memcpy(&bits, &x, 4);
+    bits = x != x ? 0x7fc00000u : bits + 0x7fffu + (bits >> 16 & 1);
+    return __uint_as_float(bits & 0xffff0000u);
+}"""
 
 
 class DeviceAssertion(Exception):
@@ -188,6 +192,7 @@ def _translate(source):
     source = re.sub(r"    float y;\n    asm\(\"cvt\.f32\.f16.*?\n}", _WIDE_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    half_bits y;\n    asm\(.*?\n}", _NARROW_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    bfloat16_bits y;\n    asm\(.*?\n}", _NARROW_BFLOAT16, source, flags=re.DOTALL)
+    source = re.sub(r"    unsigned bits;\n    asm\(\"cvt\.rn\.bf16x2.*?\n}", _ROUND_BFLOAT16, source, flags=re.DOTALL)
     source = without_approximations(source)
     return re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)
 
@@ -196,4 +201,7 @@ def without_approximations(source):
     """Exact functions for the PTX that approximates them."""
     source = re.sub(r'asm\("ex2\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", source)
     source = re.sub(r'asm\("rcp\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / (\2);", source)
+    source = re.sub(r'asm\("lg2\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = log2f(\2);", source)
+    source = re.sub(r'asm\("sqrt\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = sqrtf(\2);", source)
+    source = re.sub(r'asm\("div\.full[.\w]*.*? : "=f"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\);', r"\1 = \2 / \3;", source)
     return re.sub(r'asm\("rsqrt\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / sqrtf(\2);", source)

@@ -33,7 +33,7 @@ FEW_ROWS = 512
 MAX_RESIDENT_COLS = 16384
 """Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
 
-_INT32_SAFE = 2**31 - 2**24
+INT32_SAFE = 2**31 - 2**24
 """Below this an index fits in 32 bits; the margin is for the part of the last tile that lies past the end."""
 
 _C_KEYWORDS = frozenset(
@@ -157,12 +157,13 @@ class Schedule:
 
     @property
     def needs_int64(self) -> bool:
-        """Whether an index or an address may pass 32 bits; what a gathered value adds to one is int64 in any case.
+        """Whether an index, an address, a sum of places or an argument may pass 32 bits.
 
-        A quotient of an index is no such value: what it adds is counted.
+        What a gathered value adds to an address is int64 in any case; what a quotient of an index adds is counted. So is the
+        stride of a dim of size 1, which moves nothing but is passed.
         """
         program = self.program
-        extents = [prod(program.dims)]
+        extents = [prod(program.dims), *_largest_places(program), *(abs(value) for _, value in self.arguments)]
         places: list[Value | Store] = [*(v for v in program.values if v.op in ADDRESSED), *program.stores]
         for place in places:
             reach = sum((size - 1) * abs(stride) for size, stride in zip(program.dims, place.strides, strict=True))
@@ -171,7 +172,7 @@ class Schedule:
                     index, extent = (program.values[arg] for arg in program.values[number].args)
                     reach += abs(step) * ((program.dims[index.dim] - 1) // int(extent.constant or 1))
             extents.append(abs(place.offset) + reach)
-        return max(extents) >= _INT32_SAFE
+        return max(extents) >= INT32_SAFE
 
 
 def pointer_names(program: Program) -> tuple[str, ...]:
@@ -362,6 +363,20 @@ class _Names:
             candidate = f"{name}_{count}"
         self.taken.add(candidate)
         return candidate
+
+
+def _largest_places(program: Program) -> list[int]:
+    """The most that each sum or difference of places and whole numbers may come to, as a mask of a sliding window makes them."""
+    most, found = dict[int, int](), list[int]()
+    for number, value in enumerate(program.values):
+        if value.dtype == "int64" and value.op in ("index", "size"):
+            most[number] = program.dims[value.dim]
+        elif value.dtype == "int64" and value.op == "const":
+            most[number] = abs(int(value.constant or 0))
+        elif value.op in ("add", "sub") and all(arg in most for arg in value.args):
+            found.append(sum(most[arg] for arg in value.args))
+            most[number] = found[-1]
+    return found
 
 
 def _partners(pairs: tuple[tuple[int, int], ...]) -> dict[int, tuple[int, int]]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from fusion_advisor.codegen.common.arguments import Schedule
 from fusion_advisor.codegen.common.interface import Header, OpenArguments
-from fusion_advisor.ir.program import ITEM_BYTES, Program, dropout_constants, nests
+from fusion_advisor.codegen.common.printer import ROUNDERS
+from fusion_advisor.ir.program import ITEM_BYTES, Program, Store, Value, dropout_constants, nests
 from fusion_advisor.records import Tuning
 
 
@@ -26,6 +27,8 @@ def heading(plans: Sequence[Schedule], header: Header, *, fast_math: bool, notes
     """
     maths = "float64" if any(v.dtype == "float64" for plan in plans for v in plan.program.values) else "float32"
     accuracy = "with approximate division, square root and tanh (fast math)" if fast_math else "rounded once, at the store"
+    if not fast_math and any(v.op in ROUNDERS for plan in plans for v in plan.program.values):
+        accuracy = "rounded at the store, and before it where the model rounds"
     lines = [f"{header.title}: {header.summary}", "", f"Moves each operand once: {moved_sentence(plans)}."]
     lines += [f"Maths in {maths}, {accuracy}.", *notes, f"Origin: {header.origin}."]
     if header.source:
@@ -54,18 +57,31 @@ def moved_sentence(plans: Sequence[Schedule]) -> str:
     units = {(True, True): "/element", (True, False): "/column", (False, True): "/row", (False, False): " in all"}
     parts: dict[str, str] = {}
     for plan in plans:
-        reach: dict[int, set[int]] = {position: set() for position in range(len(plan.program.operands))}
-        for value in plan.program.values:
-            if value.op == "load":
-                reach[value.operand] |= {d for d, stride in enumerate(value.strides) if stride}
-        for store in plan.program.stores:
-            reach[store.operand] |= {d for d, stride in enumerate(store.strides) if stride}
-            reach[store.operand] |= {d for arg in store.args for d in plan.varies[arg]}
-        for position, operand in enumerate(plan.program.operands):
-            has_col, has_row = plan.col_dim in reach[position], bool(reach[position] - {plan.col_dim})
+        for position, (reach, is_of_parts) in enumerate(_reaches(plan)):
+            operand = plan.program.operands[position]
+            has_col, has_row = plan.col_dim in reach, bool(reach - {plan.col_dim})
             unit = units[has_col, has_row or plan.kind == "flat"] if has_col else units[has_col, has_row]
-            parts.setdefault(operand.name, f"{operand.name} {ITEM_BYTES[operand.dtype]} B{unit}")
-    return ", ".join(parts.values())
+            unit = "/part of a row" if is_of_parts else unit
+            still = [plan.indices[d] for d in range(plan.col_dim) if d not in reach]
+            shared = f", the same for every {' and '.join(still)}" if has_row and still else ""
+            parts.setdefault(operand.name, f"{operand.name} {ITEM_BYTES[operand.dtype]} B{unit}{shared}")
+    return ("; " if any("," in part for part in parts.values()) else ", ").join(parts.values())
+
+
+def _reaches(plan: Schedule) -> list[tuple[set[int], bool]]:
+    """For each operand the dims that other elements of it are taken along, and whether a part of a row takes one."""
+    program = plan.program
+    found: list[tuple[set[int], bool]] = [(set(), False) for _ in program.operands]
+    places: list[Value | Store] = [*(value for value in program.values if value.op == "load"), *program.stores]
+    for place in places:
+        reach, is_of_parts = found[place.operand]
+        reach |= {d for d, stride in enumerate(place.strides) if stride}
+        for arg in place.args:
+            is_part = program.values[arg].op == "quotient"
+            reach |= set(plan.varies[arg]) - ({plan.col_dim} if is_part else set())
+            is_of_parts |= is_part
+        found[place.operand] = reach, is_of_parts
+    return found
 
 
 def tuning_note(tuning: Tuning) -> tuple[str, ...]:

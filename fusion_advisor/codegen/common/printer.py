@@ -296,6 +296,11 @@ class Writer:
             and not any(number in store.needs for store in stores)
         )
 
+    def is_below_maximum(self, number: int) -> bool:
+        """Whether a value is a difference from its row's maximum: some exponential is 1 then, and the smallest may be 0."""
+        values = self.plan.program.values
+        return values[number].op == "sub" and values[values[number].args[1]].op == "reduce_max"
+
     def _is_place(self, value: Value) -> bool:
         values = self.plan.program.values
         args = [values[arg] for arg in value.args]

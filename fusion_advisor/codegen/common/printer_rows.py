@@ -20,7 +20,9 @@ from fusion_advisor.codegen.common.printer import (
     Unsupported,
     Writer,
 )
-from fusion_advisor.ir.program import REDUCTIONS, Value
+from fusion_advisor.ir.program import COMPARES, REDUCTIONS, Program, Value
+
+_JUMPS = frozenset({"floor", "ceil", "trunc", "round", "remainder", "sign", *COMPARES})
 
 
 def infix(sign: str, rank: int) -> Row:
@@ -70,9 +72,22 @@ def product(writer: Writer, number: int, value: Value, args: Sequence[Text]) -> 
     return writer.scaled(value) or INFIX["mul"](writer, number, value, args)
 
 
+def _sum(sign: str, inverse: str) -> Row:
+    """Return the row of a sum or a difference; what is added with a minus sign is subtracted, which is the same number."""
+
+    def row(_writer: Writer, _number: int, _value: Value, args: Sequence[Text]) -> Text:
+        left, right = args
+        is_lowest = right.code.startswith(str(-(2**63)))  # which has no positive
+        if right.code.startswith("-") and right.rank == UNARY and not is_lowest:
+            return Text(f"{left.at(SUM)} {inverse} {right.code[1:]}", SUM)
+        return Text(f"{left.at(SUM)} {sign} {right.at(SUM + 1)}", SUM)
+
+    return row
+
+
 INFIX: Mapping[str, Row] = {
-    "add": infix("+", SUM),
-    "sub": infix("-", SUM),
+    "add": _sum("+", "-"),
+    "sub": _sum("-", "+"),
     "mul": infix("*", PRODUCT),
     "div": infix("/", PRODUCT),
 }
@@ -103,3 +118,18 @@ SHARED: Mapping[str, Row] = {
     "isnan": lambda _writer, _number, _value, args: Text(f"{args[0].at(SUM)} != {args[0].at(SUM)}", LOOSE),
 }
 """Rows that Triton and CUDA C++ have in common; each language's table adds its own."""
+
+
+def jumps_after_division(program: Program) -> bool:
+    """Return whether something that a division or a root is part of is rounded to a whole number, compared, or made an integer.
+
+    Where nothing is, a division or a root whose results are rounded to 16 bits may be two units in the last place off.
+    """
+    after = set[int]()
+    for number, value in enumerate(program.values):
+        is_after = not after.isdisjoint(value.args)
+        if is_after and (value.op in _JUMPS or value.dtype in ("int64", "bool")):
+            return True
+        if is_after or value.op in ("div", "reciprocal", "sqrt"):
+            after.add(number)
+    return False

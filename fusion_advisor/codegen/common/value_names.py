@@ -64,7 +64,7 @@ class ValueNames:
 
 # Nouns of a kernel's values.
 
-_LONGEST_NOUN = 32
+_LONGEST_NOUN = 36
 _NOUNS = {
     "mul": "product",
     "add": "total",
@@ -86,7 +86,11 @@ def nouns_of(plan: Schedule) -> list[str]:
     nouns: list[str] = []
     in_bounds = {value.guard for value in program.values if value.op == "load" and value.args}
     fits = {store.guard for store in program.stores}
+    stored = _stored_nouns(plan)
     for number, value in enumerate(program.values):
+        if number in stored:
+            nouns.append(stored[number])
+            continue
         if number in in_bounds:
             noun = f"{program.operands[reader_of(program, number)].name}_in_bounds"
         elif number in fits:
@@ -94,11 +98,23 @@ def nouns_of(plan: Schedule) -> list[str]:
         else:
             noun = _noun(plan, number, value, [nouns[arg] for arg in value.args])
         nouns.append(noun if len(noun) <= _LONGEST_NOUN else f"{value.op}_value")
-    for store in program.stores:
-        is_only_store = sum(s.value == store.value for s in program.stores) == 1
-        if is_only_store and program.values[store.value].op != "load":
-            nouns[store.value] = program.operands[store.operand].name
     return nouns
+
+
+def _stored_nouns(plan: Schedule) -> dict[int, str]:
+    """Nouns of what is computed and written once: the name of where it goes, and which part of that it is."""
+    program, found = plan.program, dict[int, str]()
+    for position, store in enumerate(program.stores):
+        is_only_store = sum(s.value == store.value for s in program.stores) == 1
+        if not is_only_store or program.values[store.value].op == "load":
+            continue
+        even, odd = plan.store_pair(position)
+        is_one_of_two = sum(s.operand == store.operand for s in program.stores) == 2
+        part = "_shifted" if store.offset and is_one_of_two else ""
+        if even != odd:
+            part = "_odd" if position == odd else "_even"
+        found[store.value] = program.operands[store.operand].name + part
+    return found
 
 
 def _noun(plan: Schedule, number: int, value: Value, args: Sequence[str]) -> str:
@@ -140,6 +156,8 @@ def _sum_with_constant(plan: Schedule, _number: int, value: Value, args: Sequenc
     added = plan.program.values[value.args[1]]
     if added.op == "const" and added.constant_name:
         return f"{args[0]}_{added.constant_name}"
+    if added.op == "const" and args[0].endswith(("_variance", "_squared_mean")):
+        return f"{args[0]}_eps"
     return f"{args[0]}_plus_1" if added.op == "const" and added.constant == 1 else None
 
 

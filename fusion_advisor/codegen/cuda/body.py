@@ -19,10 +19,16 @@ _HELPERS_IN_ORDER = (
     "INF_VALUEF", "INF_VALUE", "NAN_VALUEF", "NAN_VALUE", "checked", "half", "bfloat16", "from_float32", "from_float32_half",
     "from_float32_bfloat16", "round_fp16", "round_bf16",
     "pack", "wide_pack", "load_pack", "store_pack", "columns_inside", "load_part", "store_part",
-    "nan_max", "nan_min", "exp2_16bit", "exp_16bit", "sigmoid_16bit", "tanh_cdf_16bit", "normal_cdf_half", "normal_cdf_bfloat16",
+    "nan_max", "nan_min", "exp2_16bit", "exp_16bit", "sigmoid_16bit", "tanh_16bit", "expm1_16bit", "log1p_16bit",
+    "quotient_16bit", "tanh_cdf_16bit", "normal_cdf_half", "normal_cdf_bfloat16",
     "sigmoid", "remainder_of", "sign_of", "fast_tanh", "fast_sqrt", "mean_of", "philox", "kept_bits", "is_kept", "cluster",
     "row_reduce", "moments", *WRAPPING_HELPERS,
 )  # fmt: skip
+
+_POWERS = frozenset(
+    {"exp_16bit", "sigmoid_16bit", "tanh_16bit", "expm1_16bit", "tanh_cdf_16bit", "normal_cdf_half", "normal_cdf_bfloat16"}
+)
+"""What calls ``exp2_16bit``."""
 
 
 def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, Any]:
@@ -122,7 +128,7 @@ def ordered(helpers: set[str]) -> list[str]:
 
 def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     """The helpers that a kernel's text calls."""
-    if writer.helpers & {"exp_16bit", "sigmoid_16bit", "tanh_cdf_16bit", "normal_cdf_half", "normal_cdf_bfloat16"}:
+    if writer.helpers & _POWERS:
         writer.helpers.add("exp2_16bit")
     dtypes = {o.dtype for o in plan.program.operands}
     outputs = {o.dtype for o in plan.program.operands if o.is_output}

@@ -125,11 +125,15 @@ def _div(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) ->
         return Text(f"__fdividef({args[0].code}, {args[1].code})")
     if value.dtype == "float32" and divisor.op == "size":
         return helper("mean_of")(writer, number, value, args)
+    if value.dtype == "float32" and writer.is_rough:
+        return helper("quotient_16bit")(writer, number, value, args)
     return INFIX["div"](writer, number, value, args)
 
 
-def _reciprocal(writer: CudaWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
+def _reciprocal(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
     one = "1.0f" if value.dtype == "float32" else "1.0"
+    if value.dtype == "float32" and writer.is_rough and not writer.fast_math:
+        return helper("quotient_16bit")(writer, number, value, [Text(one), *args])
     if _is_fast(writer, value):
         return Text(f"__fdividef({one}, {args[0].code})")
     return Text(f"{one} / {args[0].at(UNARY)}", UNARY - 1)
@@ -147,6 +151,22 @@ def _erfc(writer: CudaWriter, _number: int, value: Value, args: Sequence[Text]) 
     if _is_short(writer, value):
         return Text(f"2.0f * {writer.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951f')}", PRODUCT)
     return _suffixed("erfc", value, args)
+
+
+def _sqrt(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    if value.dtype == "float32" and writer.is_rough:
+        return helper(FAST["sqrt"])(writer, number, value, args)
+    return _math("sqrt")(writer, number, value, args)
+
+
+def _with_short(function: str) -> Row:
+    """Return the row of a function of the mathematics library that is shorter where results are rounded to 16 bits."""
+
+    def row(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+        is_short = _is_short(writer, value) and not (writer.fast_math and function in FAST)
+        return (helper(f"{function}_16bit") if is_short else _math(function))(writer, number, value, args)
+
+    return row
 
 
 def _sigmoid(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
@@ -179,8 +199,8 @@ def _wrapping(op: str, row: Row) -> Row:
 
 
 def _rounder(op: str) -> Row:
-    kind = "half" if op == "round_float16" else "bfloat16"
-    return helper(ROUNDERS[op], kind, "from_float32", f"from_float32_{kind}")
+    needed = ("half", "from_float32", "from_float32_half") if op == "round_float16" else ()
+    return helper(ROUNDERS[op], *needed)
 
 
 ROWS: Mapping[str, Row] = {
@@ -207,5 +227,7 @@ ROWS: Mapping[str, Row] = {
     "sign": helper(HELPERS["sign"]),
     **{op: _rounder(op) for op in ROUNDERS},
     **{op: _math(op) for op in MATH},
+    **{op: _with_short(op) for op in ("tanh", "expm1", "log1p")},
+    "sqrt": _sqrt,
 }
 """How CUDA C++ prints each op."""

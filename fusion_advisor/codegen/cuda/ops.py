@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 from fusion_advisor.codegen.common.arguments import Access, Schedule
 from fusion_advisor.codegen.common.printer import ATOM, COMPARE, LOOSE, SUM, Text, Writer, terms_of
+from fusion_advisor.codegen.common.printer_rows import jumps_after_division
 from fusion_advisor.codegen.cuda.op_rows import COMPUTE, FAST, HELPERS, MATH, ROWS, WRAPPING_HELPERS, may_wrap
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ADDRESSED, HALF, REDUCTIONS, Value, dropout_constants, result_dtypes
@@ -109,7 +110,8 @@ class CudaWriter(Writer):
     helper_names = frozenset(
         {"exp", *MATH, *HELPERS.values(), *FAST.values(), "Pack", "Word", "word_t", "to_float32", "from_float32", "load_pack",
          "store_pack",
-         "checked", "normal_cdf_16bit", "tanh_cdf_16bit", "exp_16bit", "exp2_16bit", "sigmoid_16bit", "erfc", "row_reduce",
+         "checked", "normal_cdf_16bit", "tanh_cdf_16bit", "exp_16bit", "exp2_16bit", "sigmoid_16bit", "tanh_16bit",
+         "expm1_16bit", "log1p_16bit", "quotient_16bit", "erfc", "row_reduce",
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of",
@@ -126,6 +128,8 @@ class CudaWriter(Writer):
         self.is_split = is_split
         self.per_pack = frozenset() if is_split else _per_pack(plan)
         self.is_half = result_dtypes(plan.program) <= HALF and not plan.program.is_exact
+        self.is_rough = self.is_half and not jumps_after_division(plan.program)
+        """Whether a division or a root may be approximate."""
         self.may_wrap = may_wrap(plan.program)
         super().__init__(plan, fast_math=fast_math)
 
@@ -302,8 +306,3 @@ class CudaWriter(Writer):
         """What a causal mask chooses keeps its name: a pack that it hides takes another value for it."""
         is_chosen = value.op == "where" and order_of(self.plan.program, value.args[0]) is not None
         return not is_chosen and super()._is_folded(number, value, text)
-
-    def is_below_maximum(self, number: int) -> bool:
-        """Whether a value is a difference from its row's maximum: some exponential is 1 then, and the smallest may be 0."""
-        values = self.plan.program.values
-        return values[number].op == "sub" and values[values[number].args[1]].op == "reduce_max"

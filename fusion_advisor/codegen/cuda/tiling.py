@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, next_power
+from fusion_advisor.codegen.common.arguments import INT32_SAFE, MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, next_power
 from fusion_advisor.codegen.common.column_passes import late_loads
 from fusion_advisor.codegen.common.interface import Form
 from fusion_advisor.codegen.cuda.ops import shared_by_rows, vector_width
@@ -295,6 +295,9 @@ def launch_shapes(
         macros["WIDE_INDEX"] = 1
     if any(_blocks_across(plan, macros) > _MOST_ACROSS for plan in plans if plan.kind == "tiled"):
         macros["ONCE"] = 0
+        step = _MOST_ACROSS * macros["THREADS"] * macros["VEC"]  # up to 2^27 columns
+        if any(plan.program.dims[-1] + step >= INT32_SAFE for plan in plans):
+            macros["WIDE_INDEX"] = 1
     if len(plans) == 1:  # functions of several nests are shared by some of other sizes
         macros |= {name.upper(): size for name, size in divisors(widest, opened).items()}
     return macros, [_grid(plan, macros) for plan in plans]

@@ -55,7 +55,8 @@ class GemvCuda:
         type_name = cuda_type(problem.dtype)
         helpers = [kind, "from_float32", f"from_float32_{kind}"] if kind else []
         helpers += ["pack", "load_pack", "stream_policy", "stream_pack"]
-        helpers += ["lanes_sum", *(["sigmoid"] if problem.is_gated else [])]
+        sigmoid = ("exp2_16bit", "sigmoid_16bit") if kind else ("sigmoid",)
+        helpers += ["lanes_sum", *(sigmoid if problem.is_gated else ())]
         if is_mma:
             helpers += [f"mma_{kind}", *(["from_float32_pair"] if problem.has_norm else [])]
         wide = "to_float32" if kind else ""
@@ -72,7 +73,7 @@ class GemvCuda:
         signature = [f"{'' if name == 'out' else 'const '}{type_name}* __restrict__ {name}" for name, _ in problem.operands]
         source = environment().get_template(f"cuda/gemv_{'mma' if is_mma else 'fma'}.cu.jinja").render(
             heading=comment(heading_lines(problem, header, config)), macros=macros, helpers=helpers, entry=entry,
-            signature=signature, bounds="WARPS * 32", is_clustered=False, problem=problem, type=type_name,
+            signature=signature, bounds="WARPS * 32", is_clustered=False, problem=problem, type=type_name, sigmoid=sigmoid[-1],
             wide=wide, narrow=f"from_float32<{type_name}>" if kind else "", has_pairs=False, fast_math=False, bits=32,
             tokens=16 * token_tiles(problem) if is_mma else problem.m, eps=f"{problem.eps!r}f",
             norm_factor=f"({loaded} + {problem.norm_offset!r}f)" if problem.norm_offset else loaded,

@@ -35,6 +35,8 @@ _FMA_BEST_ROWS = 2
 """Up to here multiplying in float32 keeps up with memory, which tensor cores do at any number of rows: 35.5 against 37.0 µs at 2
 rows of 18944 x 3584, 45.0 against 37.7 at 4."""
 _HALF = ("float16", "bfloat16")
+_LAST_STEP = 2**16
+"""More columns than a block's step, of which the last may begin at a row's end."""
 _SHARED_BYTES = 48 * 1024
 """Static shared memory of a block."""
 _SMS = 132
@@ -188,6 +190,8 @@ def refusal(problem: GemvProblem, form: Form) -> str:
         return f"{form} takes up to {most} rows, not {problem.m}"
     if min(problem.m, problem.n, problem.k) < 1:
         return "there is nothing to read"
+    if too_far := _too_far(problem, problem.m):
+        return too_far
     if problem.dtype not in (*_HALF, "float32"):
         return f"{form} does not take {problem.dtype}"
     if form in ("cuda_fma", "triton_fma"):
@@ -201,6 +205,12 @@ def refusal(problem: GemvProblem, form: Form) -> str:
     return ""
 
 
+def _too_far(problem: GemvProblem, rows: int) -> str:
+    """Why the kernels' 32-bit indices do not serve: of some rows of x, of the results, and of the weight's rows."""
+    most = max(rows * (problem.k + _LAST_STEP), rows * problem.n, problem.weight_rows)
+    return f"{rows} rows of {max(problem.k, problem.n)} are counted in 32 bits" if most >= 2**31 else ""
+
+
 def _wgmma_refusal(problem: GemvProblem) -> str:
     if problem.m <= MOST_ROWS:
         return f"cuda_wgmma takes more than {MOST_ROWS} rows, not {problem.m}"
@@ -208,6 +218,8 @@ def _wgmma_refusal(problem: GemvProblem) -> str:
         return "cuda_wgmma computes only a gate with its GEMM"
     if problem.dtype not in _HALF:
         return f"cuda_wgmma multiplies in tensor cores, which round {problem.dtype}"
+    if (too_far := _too_far(problem, 1)) or problem.m >= 2**31 - 2 * TILE_TOKENS:
+        return too_far or f"{problem.m} rows are counted in 32 bits"
     if min(problem.n, problem.k) < 1 or problem.n % 8 or problem.k % 8:
         return f"cuda_wgmma's rows begin at multiples of 16 bytes, and {problem.n} or {problem.k} is no multiple of 8"
     return ""

@@ -50,6 +50,7 @@ from fusion_advisor.codegen.triton.launch import Variant, launch_of, variant_of
 from fusion_advisor.codegen.triton.ops import TritonWriter
 from fusion_advisor.codegen.triton.signature import (
     aligned_names,
+    constants_note,
     constants_of,
     decorator,
     fixed_arguments,
@@ -96,6 +97,7 @@ class TritonBackend:
         bodies: list[dict[str, Any]] = []
         helpers: set[str] = set()
         is_float64 = is_half = False
+        is_all_half = True
         try:
             for function in functions:
                 own_plan = replace(function.plan, program=with_cdfs(function.plan.program))
@@ -103,17 +105,23 @@ class TritonBackend:
                 bodies.append(looped(own_plan, writer, is_cached=is_cached) if is_looped else straight(own_plan, writer))
                 helpers |= writer.helpers
                 is_float64, is_half = is_float64 or writer.is_float64, is_half or writer.is_half
+                is_all_half = is_all_half and writer.is_half
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="triton", cause=str(error)) from error
+        constants = constants_of(calls, is_looped=is_looped, arguments=arguments)
         exp = "exp" if "exp" in helpers else "tl.exp"
         if helpers & {"sigmoid", "expm1"} and not (fast_math or is_half or is_float64):
             helpers.add("exp")
             exp = "exp"
-        notes = (*dropout_notes(program), *sizes_note(arguments), *tuning_note(tuning))
+        exp_below = exp
+        if "add_exp" in helpers and is_all_half and not is_float64:
+            exp_below = "exp_16bit"
+            helpers.add(exp_below)
+        notes = (*dropout_notes(program), *sizes_note(arguments), *constants_note(constants), *tuning_note(tuning))
         common = {
             "heading": heading([call.plan for call in calls], header, fast_math=fast_math, notes=notes),
-            "helpers": sorted(helpers, key=lambda name: (name not in ("exp", "philox"), name)),
-            "entry": entry, "fast_math": fast_math, "exp": exp, "bits": 64 if is_float64 else 32,
+            "helpers": sorted(helpers, key=lambda name: (name not in ("exp", "exp_16bit", "philox"), name)),
+            "entry": entry, "fast_math": fast_math, "exp": exp, "exp_below": exp_below, "bits": 64 if is_float64 else 32,
             "decorator": decorator(arguments), "aligned": aligned_names(calls, arguments),
         }  # fmt: skip
         return Rendered(

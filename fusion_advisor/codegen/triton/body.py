@@ -11,16 +11,18 @@ from fusion_advisor.codegen.common.column_passes import Pass, column_passes, lat
 from fusion_advisor.codegen.common.online_softmax import OnlineSum, online_sums
 from fusion_advisor.codegen.common.welford import Moments, moments
 from fusion_advisor.codegen.triton.ops import LOWEST, TritonWriter, identity
+from fusion_advisor.codegen.triton.tiling import groups_columns
 from fusion_advisor.ir.program import ITEM_BYTES, REDUCTIONS
 
 _COLUMN_MASKS = [
     "col_mask = col < cols", "mask = row_mask & col_mask",
-    "item_col_mask = item < 2 * cols", "item_mask = row_mask & item_col_mask",
+    "item_col_mask = item < 2 * tl.cast(cols, INDEX)", "item_mask = row_mask & item_col_mask",
 ]  # fmt: skip
-"""``item`` counts the elements of pairs, two to a column."""
+"""``item`` counts the elements of pairs, two to a column: twice as many may pass 32 bits where columns do not."""
 _ROW_MASKS = [
     "col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols", _COLUMN_MASKS[1],
-    "item_col_mask = tl.full([1, 2 * BLOCK_COLS], True, tl.int1) if FULL else item < 2 * cols", _COLUMN_MASKS[3],
+    "item_col_mask = tl.full([1, 2 * BLOCK_COLS], True, tl.int1) if FULL else item < 2 * tl.cast(cols, INDEX)",
+    _COLUMN_MASKS[3],
 ]  # fmt: skip
 """Of rows that are reduced. Masks that are known take nothing: causal softmax of 8,192 columns 216.8 µs, with comparisons 246.7
 (four batches of 8,192 rows, bfloat16, H200)."""
@@ -71,9 +73,16 @@ def looped(plan: Schedule, writer: TritonWriter, *, is_cached: bool) -> dict[str
     return {
         "place": _place(plan, writer, everything, has_columns=False), "before": first, "passes": steps, "stores": stores,
         # Where rows are read twice, two steps at once let loads of the second go ahead: group norm of 40,960 columns 51.6 µs,
-        # one by one 64.5. One walk alone is as fast without.
-        "walk": "range(0, cols, BLOCK_COLS)" if len(steps) == 1 else "tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2)",
+        # one by one 64.5. One walk alone is as fast without. Single elements are many loads in any case: two steps of them, which
+        # ptxas orders together, took 152 registers for 50,257 columns, and one takes 58.
+        "walk": _walk_over(plan) if len(steps) > 1 else "range(0, cols, BLOCK_COLS)",
     }  # fmt: skip
+
+
+def _walk_over(plan: Schedule) -> str:
+    """The range of a walk over columns that are walked again."""
+    steps = "2 if VECTORS else 1" if groups_columns(plan) else "2"
+    return f"tl.range(0, cols, BLOCK_COLS, loop_unroll_factor={steps})"
 
 
 def _walk(plan: Schedule, writer: TritonWriter, step: Pass) -> _Walk:
@@ -89,7 +98,7 @@ def _walk(plan: Schedule, writer: TritonWriter, step: Pass) -> _Walk:
     walk.loop += _stores(plan, writer, step.stores)
     columns = [
         "col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)",
-        "item = (2 * start + tl.arange(0, 2 * BLOCK_COLS)[None, :]).to(INDEX)",
+        "item = 2 * tl.cast(start, INDEX) + tl.arange(0, 2 * BLOCK_COLS)[None, :]",
         *_ROW_MASKS,
     ]
     walk.loop = kept(columns, walk.loop) + walk.loop
@@ -103,12 +112,12 @@ def _add_online_sum(plan: Schedule, writer: TritonWriter, pair: OnlineSum, walk:
     tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS // 8], {{}}, tl.{value.dtype})"
     walk.accumulators += [f"{highest}_tile = {tile.format(LOWEST[value.dtype])}", f"{total}_tile = {tile.format('0.0')}"]
     both = f"{highest}_tile, {total}_tile"
-    walk.loop += _call(both, "add_exp", f"{both}, {writer.masked(value)}")
+    walk.loop += _call(both, "add_exp", f"{both}, {writer.masked(value)}, VECTORS")
     walk.after.append(f"{highest}, {total} = merge_exp_sums({both})")
     # What the exponentials of the whole row come to where its maximum is infinite.
     edge, sum_there = ("inf", "inf") if pair.is_finite else ("-inf", "nan")
     walk.after.append(f'{total} = tl.where({highest} == float("{edge}"), float("{sum_there}"), {total})')
-    writer.helpers |= {"add_exp", "merge_exp_sums", "maximum"}
+    writer.helpers |= {"add_exp", "merge_exp_sums", "maximum", "in_eights"}
 
 
 def _add_moments(plan: Schedule, writer: TritonWriter, sums: Moments, walk: _Walk) -> None:
@@ -122,12 +131,12 @@ def _add_moments(plan: Schedule, writer: TritonWriter, sums: Moments, walk: _Wal
     if not plan.has_col(sums.element):
         one, element = element, writer.fresh(f"{total}_columns")
         walk.loop.append(f"{element} = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.{value.dtype}) + {one}")
-    walk.loop += _call(both, "add_moments", f"{both}, {element}, col_mask, start // BLOCK_COLS, FULL")
+    walk.loop += _call(both, "add_moments", f"{both}, {element}, col_mask, start // BLOCK_COLS, FULL, VECTORS")
     walk.after.append(f"{total} = {writer.reduce_tile(value, f'{total}_tile')}")
     walk.after += [" = ".join(writer.statement(sums.mean))] if writer.is_named(sums.mean) else []
-    walk.after += [f"{squares}_tile = squares_about({mean}, {both}, cols, BLOCK_COLS)"]
+    walk.after += [f"{squares}_tile = squares_about({mean}, {both}, cols, BLOCK_COLS, VECTORS)"]
     walk.after.append(f"{squares} = {writer.reduce_tile(value, f'{squares}_tile')}")
-    writer.helpers |= {"add_moments", "squares_about"}
+    writer.helpers |= {"add_moments", "squares_about", "in_eights"}
 
 
 def _add_reduction(plan: Schedule, writer: TritonWriter, number: int, walk: _Walk) -> None:
@@ -217,7 +226,7 @@ def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns
     if plan.kind == "flat":
         run = "index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)"
         items = "item = tl.program_id(0).to(INDEX) * (2 * BLOCK_COLS) + tl.arange(0, 2 * BLOCK_COLS)"
-        return kept([run, items, "mask = index < size", "item_mask = item < 2 * size"], body)
+        return kept([run, items, "mask = index < size", "item_mask = item < 2 * tl.cast(size, INDEX)"], body)
     columns = ["col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)", "item = tl.arange(0, 2 * BLOCK_COLS)[None, :].to(INDEX)"]
     columns = columns if has_columns else []
     bases = [f"{name} = {code}" for name, code, _ in writer.bases]

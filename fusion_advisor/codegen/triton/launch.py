@@ -33,7 +33,8 @@ def launch_of(calls: Sequence[Call], rendered: Rendered, tuning: Tuning | None =
     if aligned := aligned_names(calls, arguments):
         values = dict(integers)
         is_aligned = all(values[name] % MULTIPLE == 0 for name in aligned)
-        shape = replace(shape, constants={**shape.constants, "ALIGNED": is_aligned})
+        known = {"VECTORS": shape.constants["VECTORS"] and is_aligned} if "VECTORS" in shape.constants else {}
+        shape = replace(shape, constants={**shape.constants, **known, "ALIGNED": is_aligned})
     return shape, integers
 
 

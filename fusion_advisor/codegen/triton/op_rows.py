@@ -92,6 +92,8 @@ def _sqrt(writer: TritonWriter, _number: int, value: Value, args: Sequence[Text]
 
 
 def _exp(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    if writer.is_half and value.dtype == "float32" and writer.is_below_maximum(value.args[0]):
+        return helper("exp_16bit")(writer, number, value, args)
     row = helper("exp") if _is_precise(writer, value) and not writer.is_half else call_of("tl.exp")
     return row(writer, number, value, args)
 

@@ -15,6 +15,7 @@ from fusion_advisor.codegen.common.arguments import Schedule
 from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.horizontal_fusion import MULTIPLE, Call
 from fusion_advisor.codegen.common.interface import OpenArguments
+from fusion_advisor.codegen.triton.tiling import groups_columns
 from fusion_advisor.ir.program import divides_index
 
 WIDTH = 110
@@ -96,9 +97,24 @@ def constants_of(calls: Sequence[Call], *, is_looped: bool, arguments: OpenArgum
     plans = [call.plan for call in calls]
     blocks = ["BLOCK_COLS"] if plans[0].kind == "flat" else ["BLOCK_ROWS", "BLOCK_COLS"]
     blocks += ["FULL"] if plans[0].kind == "rows" else []
+    blocks += ["VECTORS"] if is_looped and any(map(groups_columns, plans)) else []
     blocks += ["WHOLE"] if is_looped and any(parts_of(plan) for plan in plans) else []
     blocks += ["BY_FOUR"] if any(plan.numbers for plan in plans) else []
     return ["INDEX", *blocks, *(["ALIGNED"] if aligned_names(calls, arguments) else [])]
+
+
+_MEANINGS = {
+    "INDEX": "INDEX: dtype of indices, tl.int64 where one may pass 32 bits",
+    "FULL": "FULL: BLOCK_COLS divides cols",
+    "VECTORS": "VECTORS: rows start at multiples of 16 elements",
+    "WHOLE": "WHOLE: no tile lies in two parts of its row",
+    "BY_FOUR": "BY_FOUR: rows start at multiples of four random numbers",
+}
+
+
+def constants_note(constants: Sequence[str]) -> tuple[str, ...]:
+    """Return the head comment's line about the constants whose names do not say what they are."""
+    return ("; ".join(_MEANINGS[name] for name in constants if name in _MEANINGS) + ".",)
 
 
 def signature(
@@ -108,7 +124,8 @@ def signature(
     lines = textwrap.wrap(", ".join(pointers), WIDTH)
     named = ", ".join(name + ":~tl.constexpr" * (name in fixed) for name, _ in integers)
     lines += [line.replace("~", " ") for line in textwrap.wrap(named, WIDTH)]
-    lines.append(", ".join(f"{name}: tl.constexpr" for name in constants if name != "ALIGNED"))
+    known = textwrap.wrap(", ".join(f"{name}:~tl.constexpr" for name in constants if name != "ALIGNED"), WIDTH + 15)
+    lines += [line.replace("~", " ") for line in known]
     lines += ["ALIGNED: tl.constexpr"] * ("ALIGNED" in constants)
     return [line.removesuffix(",") for line in lines]
 

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Schedule, base_is_multiple, next_power
+from fusion_advisor.codegen.common.arguments import INT32_SAFE, MAX_RESIDENT_COLS, Schedule, base_is_multiple, next_power
 from fusion_advisor.codegen.common.column_passes import parts_of
+from fusion_advisor.codegen.common.horizontal_fusion import MULTIPLE
 from fusion_advisor.codegen.common.interface import KernelBuildFailed, Tuning
+from fusion_advisor.codegen.common.online_softmax import online_sums
+from fusion_advisor.codegen.common.welford import moments
 
 FLAT_BLOCK = 1024
 """8 elements a thread at 4 warps: one 16-byte access in half precision, two in float32."""
@@ -86,6 +89,10 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool, opened: fro
     tile *= 2 if plan.has_pairs else 1
     if plan.numbers:
         constants["BY_FOUR"] = all(base_is_multiple(plan.program, number, 4) for number in plan.numbers)
+    counted = {"rows": [cols] * is_looped, "tiled": plan.program.dims[-2:] if opened else []}.get(plan.kind, [])
+    if any(INT32_SAFE <= size < 2**31 for size in counted):
+        cause = "the step after the last one along a size this near to 2^31 would pass the 32 bits that it is passed in"
+        raise KernelBuildFailed(kernel="triton kernel", target=f"shape {plan.program.dims}", cause=cause)
     if programs >= 2**31 or tile > _MAX_TILE:
         cause = f"{programs} programs of {tile} elements: CUDA allows 2^31 - 1, Triton 2^20"
         raise KernelBuildFailed(kernel="triton kernel", target=f"shape {plan.program.dims}", cause=cause)
@@ -195,6 +202,8 @@ def _known(plans: Sequence[Schedule], block_cols: int, *, is_looped: bool, opene
             plan.program.dims[-1] > 0 and plan.program.dims[-1] % block_cols == 0 and plan.sizes[-1] not in names
             for plan, names in own
         )
+    if is_looped and any(map(groups_columns, plans)):
+        found["VECTORS"] = all(map(_reads_vectors, plans))
     divided = [(plan, names) for plan, names in own if parts_of(plan)] if is_looped else []
     if divided:
         found["WHOLE"] = all(
@@ -202,6 +211,23 @@ def _known(plans: Sequence[Schedule], block_cols: int, *, is_looped: bool, opene
             for plan, names in divided
         )
     return found
+
+
+def groups_columns(plan: Schedule) -> bool:
+    """Whether walks over columns take eight of them together; see the helper ``in_eights``."""
+    return bool(online_sums(plan.program) or moments(plan.program))
+
+
+def _reads_vectors(plan: Schedule) -> bool:
+    """Whether Triton sees that rows start where vectors do: it asks whether what moves an address is a multiple of 16.
+
+    Of rows of 50,257 columns a thread reads single elements, a block's width apart. Eight neighbours are eight threads' then: one
+    step of cross-entropy exchanged 90 numbers between threads, and a thread had 742 instructions, now 421 (bfloat16, sm_90).
+    """
+    values = dict(plan.arguments)
+    rows = [access for number, access in plan.loads.items() if access.is_vector and plan.has_row(number)]
+    moves = [[*access.strides[:-1], *([access.offset] if access.offset else [])] for access in rows]
+    return not rows or any(all(values.get(name, int(name == "1")) % MULTIPLE == 0 for name in names) for names in moves)
 
 
 def _borders(plan: Schedule) -> list[int]:

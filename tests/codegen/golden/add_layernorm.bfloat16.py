@@ -3,6 +3,7 @@
 # Moves each operand once: x 2 B/element, residual 2 B/element, weight 2 B/column, bias 2 B/column, total
 # 2 B/element, out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols.
 # Origin: library kernel add_layernorm, variant pre_norm.
 # Source: https://arxiv.org/abs/1607.06450
 

@@ -2,7 +2,8 @@
 #
 # Moves each operand once: x 2 B/element, residual 2 B/element, weight 2 B/column, total 2 B/element, out
 # 2 B/element.
-# Maths in float32, rounded once, at the store.
+# Maths in float32, rounded at the store, and before it where the model rounds.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols.
 # Origin: library kernel add_rmsnorm, variant llama.
 # Source: https://arxiv.org/abs/1910.07467
 

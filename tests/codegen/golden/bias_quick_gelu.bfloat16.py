@@ -2,6 +2,7 @@
 #
 # Moves each operand once: x 2 B/element, bias 2 B/column, out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel bias_quick_gelu, variant builtin.
 # Source: https://arxiv.org/abs/2104.04473
 

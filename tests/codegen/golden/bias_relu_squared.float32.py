@@ -2,6 +2,7 @@
 #
 # Moves each operand once: x 4 B/element, bias 4 B/column, out 4 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel bias_relu_squared, variant builtin.
 # Source: https://arxiv.org/abs/2109.08668
 

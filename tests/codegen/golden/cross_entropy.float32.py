@@ -2,6 +2,8 @@
 #
 # Moves each operand once: targets 8 B/row, logits 4 B/element, loss 4 B/row.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols; VECTORS: rows
+# start at multiples of 16 elements.
 # Origin: library kernel cross_entropy, variant builtin.
 # Source: https://arxiv.org/abs/2410.10989
 
@@ -22,9 +24,9 @@ def exp(x):
 
 
 @triton.jit
-def add_exp(highest, total, x):
-    # Eight neighbours share a running maximum, so that the old sum is rescaled once for all of them.
-    parts = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+def add_exp(highest, total, x, VECTORS: tl.constexpr):
+    # Eight columns share a running maximum, so that the old sum is rescaled once for all of them.
+    parts = in_eights(x, VECTORS)
     raised = maximum(highest, tl.reduce(parts, 2, maximum))
     return raised, total * exp(highest - raised) + tl.sum(exp(parts - raised[:, :, None]), axis=2)
 
@@ -36,6 +38,16 @@ def checked(place, extent, wanted):
     is_inside = (place >= 0) & (place < extent)
     tl.device_assert(is_inside | (wanted == 0), "position out of range")
     return is_inside & (wanted != 0)
+
+
+@triton.jit
+def in_eights(x, VECTORS: tl.constexpr):
+    # A tile's columns, eight by eight, each eight in one thread: neighbours where threads read vectors, columns an eighth of the
+    # tile apart where they read single elements. Nothing is moved.
+    if VECTORS:
+        return tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+    else:
+        return tl.permute(tl.reshape(x, [x.shape[0], 8, x.shape[1] // 8]), [0, 2, 1])
 
 
 @triton.jit
@@ -58,7 +70,7 @@ def merge_exp_sums(highest, total):
 def fa_cross_entropy_b7d8f0(
     targets_ptr, logits_ptr, loss_ptr,
     rows, cols, logits_stride0, logits_extent, logits_stride0_2,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr, VECTORS: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     row_mask = row < rows
@@ -75,7 +87,7 @@ def fa_cross_entropy_b7d8f0(
         mask = row_mask & col_mask
         logits = tl.load(logits_ptr + row * logits_stride0 + col, mask=mask, other=0.0)
         logits_max_tile, exp_logits_shifted_sum_tile = add_exp(
-            logits_max_tile, exp_logits_shifted_sum_tile, tl.where(col_mask, logits, float("-inf"))
+            logits_max_tile, exp_logits_shifted_sum_tile, tl.where(col_mask, logits, float("-inf")), VECTORS
         )
     logits_max, exp_logits_shifted_sum = merge_exp_sums(logits_max_tile, exp_logits_shifted_sum_tile)
     exp_logits_shifted_sum = tl.where(logits_max == float("-inf"), float("nan"), exp_logits_shifted_sum)

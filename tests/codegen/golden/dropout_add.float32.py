@@ -4,6 +4,8 @@
 # Maths in float32, rounded once, at the store.
 # Drops the elements whose random word (Philox4x32-10 of the seed and the row-major element number) is below
 # 429496730, p = 0.1 of 2**32; the others are scaled by 1 / (1 - p).
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; BY_FOUR: rows start at multiples of four random
+# numbers.
 # Origin: library kernel dropout_add, variant seeded.
 # Source: https://doi.org/10.1145/2063384.2063405
 

@@ -1,8 +1,9 @@
 # embedding_add: token rows and position rows looked up and added, each row read once
 #
-# Moves each operand once: ids 8 B/row, weight 2 B/column, position_ids 8 B/row, positions 2 B/column, out
-# 2 B/element.
+# Moves each operand once: ids 8 B/row; weight 2 B/element; position_ids 8 B/row, the same for every i0;
+# positions 2 B/element, the same for every i0; out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel embedding_add, variant looked_up.
 # Source: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 

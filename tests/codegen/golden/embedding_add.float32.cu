@@ -1,7 +1,7 @@
 // embedding_add: token rows and position rows looked up and added, each row read once
 //
-// Moves each operand once: ids 8 B/row, weight 4 B/column, position_ids 8 B/row, positions 4 B/column, out
-// 4 B/element.
+// Moves each operand once: ids 8 B/row; weight 4 B/element; position_ids 8 B/row, the same for every i0;
+// positions 4 B/element, the same for every i0; out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel embedding_add, variant looked_up.
 // Source: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf

@@ -1,7 +1,8 @@
 // embedding_add_layernorm: word, token type and position rows looked up, added and LayerNormed in one pass
 //
-// Moves each operand once: ids 8 B/row, words 4 B/column, type_ids 8 B/row, types 4 B/column, position_ids
-// 8 B/row, positions 4 B/column, weight 4 B/column, bias 4 B/column, out 4 B/element.
+// Moves each operand once: ids 8 B/row; words 4 B/element; type_ids 8 B/row; types 4 B/element; position_ids
+// 8 B/row, the same for every i0; positions 4 B/element, the same for every i0; weight 4 B/column; bias
+// 4 B/column; out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel embedding_add_layernorm, variant type_first.
 // Source: https://arxiv.org/abs/1810.04805

@@ -1,7 +1,9 @@
 # embedding_add_rows: token rows looked up, and the position rows of a slice added
 #
-# Moves each operand once: ids 8 B/row, weight 2 B/column, positions 2 B/element, out 2 B/element.
+# Moves each operand once: ids 8 B/row; weight 2 B/element; positions 2 B/element, the same for every i0; out
+# 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel embedding_add_rows, variant sliced.
 # Source: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 

@@ -1,6 +1,6 @@
 // embedding_layernorm: token rows looked up and LayerNormed in one pass
 //
-// Moves each operand once: ids 8 B/row, table 2 B/column, weight 2 B/column, bias 2 B/column, out 2 B/element.
+// Moves each operand once: ids 8 B/row, table 2 B/element, weight 2 B/column, bias 2 B/column, out 2 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel embedding_layernorm, variant builtin.
 // Source: https://arxiv.org/abs/1607.06450

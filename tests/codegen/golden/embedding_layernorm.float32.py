@@ -1,7 +1,8 @@
 # embedding_layernorm: token rows looked up and LayerNormed in one pass
 #
-# Moves each operand once: ids 8 B/row, table 4 B/column, weight 4 B/column, bias 4 B/column, out 4 B/element.
+# Moves each operand once: ids 8 B/row, table 4 B/element, weight 4 B/column, bias 4 B/column, out 4 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols.
 # Origin: library kernel embedding_layernorm, variant builtin.
 # Source: https://arxiv.org/abs/1607.06450
 

@@ -1,7 +1,8 @@
 # embedding_rmsnorm: token rows looked up for the residual stream, and RMS-normed for the first block
 #
-# Moves each operand once: ids 8 B/row, table 2 B/column, weight 2 B/column, rows 2 B/element, out 2 B/element.
-# Maths in float32, rounded once, at the store.
+# Moves each operand once: ids 8 B/row, table 2 B/element, weight 2 B/column, rows 2 B/element, out 2 B/element.
+# Maths in float32, rounded at the store, and before it where the model rounds.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols.
 # Origin: library kernel embedding_rmsnorm, variant llama.
 # Source: https://arxiv.org/abs/1910.07467
 

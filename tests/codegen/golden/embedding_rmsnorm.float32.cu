@@ -1,6 +1,6 @@
 // embedding_rmsnorm: token rows looked up for the residual stream, and RMS-normed for the first block
 //
-// Moves each operand once: ids 8 B/row, table 4 B/column, weight 4 B/column, rows 4 B/element, out 4 B/element.
+// Moves each operand once: ids 8 B/row, table 4 B/element, weight 4 B/column, rows 4 B/element, out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel embedding_rmsnorm, variant llama.
 // Source: https://arxiv.org/abs/1910.07467

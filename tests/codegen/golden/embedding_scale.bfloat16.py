@@ -1,7 +1,8 @@
 # embedding_scale: token rows looked up and scaled, as Gemma begins
 #
-# Moves each operand once: ids 8 B/row, weight 2 B/column, out 2 B/element.
+# Moves each operand once: ids 8 B/row, weight 2 B/element, out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel embedding_scale, variant scaled.
 # Source: https://arxiv.org/abs/2403.08295
 

@@ -1,7 +1,10 @@
 # groupnorm: normalise groups of channels; a group's channels are read as one row
 #
-# Moves each operand once: x 4 B/element, weight 4 B/row, bias 4 B/row, out 4 B/element.
+# Moves each operand once: x 4 B/element; weight 4 B/part of a row, the same for every i0; bias 4 B/part of a
+# row, the same for every i0; out 4 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols; VECTORS: rows
+# start at multiples of 16 elements; WHOLE: no tile lies in two parts of its row.
 # Origin: library kernel groupnorm, variant builtin.
 # Source: https://arxiv.org/abs/1803.08494
 
@@ -12,11 +15,11 @@ import triton.language as tl
 
 
 @triton.jit
-def add_moments(total, squares, x, mask, count, FULL: tl.constexpr):
-    # Eight neighbours more for each lane, which has 8 * count numbers so far: their squares about their own mean, and what the
+def add_moments(total, squares, x, mask, count, FULL: tl.constexpr, VECTORS: tl.constexpr):
+    # Eight columns more for each lane, which has 8 * count numbers so far: their squares about their own mean, and what the
     # distance of two means adds, by Chan, Golub and LeVeque (1979). No lane is past the end before the last step.
-    parts = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
-    is_in = tl.reshape(mask, [1, x.shape[1] // 8, 8])
+    parts = in_eights(x, VECTORS)
+    is_in = in_eights(mask, VECTORS)
     before = tl.cast(8 * count, total.dtype)
     inside = 8.0 if FULL else tl.sum(is_in.to(total.dtype), axis=2)
     added = tl.sum(parts if FULL else tl.where(is_in, parts, 0.0), axis=2)
@@ -26,6 +29,16 @@ def add_moments(total, squares, x, mask, count, FULL: tl.constexpr):
     between = added * before - total * inside
     weight = 1.0 / (tl.maximum(before, 1.0) * tl.maximum(inside, 1.0) * tl.maximum(before + inside, 1.0))
     return total + added, squares + tl.sum(deviation * deviation, axis=2) + weight * between * between
+
+
+@triton.jit
+def in_eights(x, VECTORS: tl.constexpr):
+    # A tile's columns, eight by eight, each eight in one thread: neighbours where threads read vectors, columns an eighth of the
+    # tile apart where they read single elements. Nothing is moved.
+    if VECTORS:
+        return tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+    else:
+        return tl.permute(tl.reshape(x, [x.shape[0], 8, x.shape[1] // 8]), [0, 2, 1])
 
 
 @triton.jit
@@ -39,9 +52,10 @@ def mean_of(total, count):
 
 
 @triton.jit
-def squares_about(mean, total, squares, cols, BLOCK_COLS: tl.constexpr):
+def squares_about(mean, total, squares, cols, BLOCK_COLS: tl.constexpr, VECTORS: tl.constexpr):
     # Of each lane, about the row's mean: its squares about its own plus its count times the squared distance of the two means.
-    rest = cols % BLOCK_COLS - 8 * tl.arange(0, BLOCK_COLS // 8)[None, :]
+    lane, lanes = tl.arange(0, BLOCK_COLS // 8)[None, :], BLOCK_COLS // 8
+    rest = cols % BLOCK_COLS - 8 * lane if VECTORS else (cols % BLOCK_COLS - lane + lanes - 1) // lanes
     count = tl.cast(cols // BLOCK_COLS * 8 + tl.minimum(tl.maximum(rest, 0), 8), total.dtype)
     deviation = total / tl.maximum(count, 1.0) - mean
     return squares + count * deviation * deviation
@@ -54,7 +68,8 @@ def fa_groupnorm_fb79ba(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, size1, cols, x_stride0, x_stride1, weight_extent: tl.constexpr, weight_stride1, bias_stride1,
     out_stride0, out_stride1,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr, WHOLE: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr, VECTORS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     i1 = row % size1
@@ -66,22 +81,22 @@ def fa_groupnorm_fb79ba(
 
     x_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.float32)
     x_centered_squared_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.float32)
-    for start in tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2):
+    for start in tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2 if VECTORS else 1):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
         col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
         x = tl.load(x_row + col, mask=mask, other=0.0)
         x_sum_tile, x_centered_squared_sum_tile = add_moments(
-            x_sum_tile, x_centered_squared_sum_tile, x, col_mask, start // BLOCK_COLS, FULL
+            x_sum_tile, x_centered_squared_sum_tile, x, col_mask, start // BLOCK_COLS, FULL, VECTORS
         )
     x_sum = tl.sum(x_sum_tile, axis=1, keep_dims=True)
     x_mean = mean_of(x_sum, tl.cast(cols, tl.float32))
-    x_centered_squared_sum_tile = squares_about(x_mean, x_sum_tile, x_centered_squared_sum_tile, cols, BLOCK_COLS)
+    x_centered_squared_sum_tile = squares_about(x_mean, x_sum_tile, x_centered_squared_sum_tile, cols, BLOCK_COLS, VECTORS)
     x_centered_squared_sum = tl.sum(x_centered_squared_sum_tile, axis=1, keep_dims=True)
     x_variance = mean_of(x_centered_squared_sum, tl.cast(cols, tl.float32))
     inverse_deviation = tl.rsqrt(x_variance + eps)
 
-    for start in tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2):
+    for start in tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2 if VECTORS else 1):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
         col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask

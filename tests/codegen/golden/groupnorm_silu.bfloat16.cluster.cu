@@ -1,6 +1,7 @@
 // groupnorm_silu: normalise groups of channels and SiLU; a group's channels are read as one row
 //
-// Moves each operand once: x 2 B/element, weight 2 B/row, bias 2 B/row, out 2 B/element.
+// Moves each operand once: x 2 B/element; weight 2 B/part of a row, the same for every i0; bias 2 B/part of a
+// row, the same for every i0; out 2 B/element.
 // Maths in float32, rounded once, at the store.
 // Tuning: cluster=4
 // Origin: library kernel groupnorm_silu, variant builtin.

@@ -1,6 +1,7 @@
 // groupnorm_silu: normalise groups of channels and SiLU; a group's channels are read as one row
 //
-// Moves each operand once: x 4 B/element, weight 4 B/row, bias 4 B/row, out 4 B/element.
+// Moves each operand once: x 4 B/element; weight 4 B/part of a row, the same for every i0; bias 4 B/part of a
+// row, the same for every i0; out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel groupnorm_silu, variant builtin.
 // Source: https://arxiv.org/abs/1803.08494

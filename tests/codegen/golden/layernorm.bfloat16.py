@@ -2,6 +2,7 @@
 #
 # Moves each operand once: x 2 B/element, weight 2 B/column, bias 2 B/column, out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols.
 # Origin: library kernel layernorm, variant builtin.
 # Source: https://arxiv.org/abs/1607.06450
 

@@ -1,6 +1,6 @@
 // masked_softmax_additive: scale, additive mask and softmax, in one pass
 //
-// Moves each operand once: scores 4 B/element, mask 4 B/element, out 4 B/element.
+// Moves each operand once: scores 4 B/element; mask 4 B/element, the same for every i1; out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel masked_softmax_additive, variant upcast.
 // Source: https://arxiv.org/abs/2104.04473

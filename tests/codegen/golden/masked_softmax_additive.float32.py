@@ -1,7 +1,8 @@
 # masked_softmax_additive: scale, additive mask and softmax, in one pass
 #
-# Moves each operand once: scores 4 B/element, mask 4 B/element, out 4 B/element.
+# Moves each operand once: scores 4 B/element; mask 4 B/element, the same for every i1; out 4 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols.
 # Origin: library kernel masked_softmax_additive, variant upcast.
 # Source: https://arxiv.org/abs/2104.04473
 

@@ -1,6 +1,6 @@
 // masked_softmax_boolean: scale, boolean mask and softmax, in one pass
 //
-// Moves each operand once: mask 1 B/element, scores 2 B/element, out 2 B/element.
+// Moves each operand once: mask 1 B/element, the same for every i1; scores 2 B/element; out 2 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel masked_softmax_boolean, variant where.
 // Source: https://arxiv.org/abs/2104.04473
@@ -108,6 +108,13 @@ __device__ __forceinline__ float exp2_16bit(float x) {
 // Of a difference from a maximum: three instructions fewer than __expf, which scales what would be below 2^-126.
 __device__ __forceinline__ float exp_16bit(float x) { return exp2_16bit(x * 1.4426950408889634f); }
 
+// To two units in the last place, for all numbers: a rounded division has a slow path that it calls.
+__device__ __forceinline__ float quotient_16bit(float a, float b) {
+    float y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
 struct Sum {
     template <typename T>
     __device__ T operator()(T a, T b) const { return a + b; }
@@ -210,7 +217,7 @@ fa_masked_softmax_boolean_cc619c(
         }
     }
     const float exp_selected_shifted_sum = row_reduce<Sum, 1>(exp_selected_shifted_sum_part);
-    const float inverse_sum = 1.0f / exp_selected_shifted_sum;
+    const float inverse_sum = quotient_16bit(1.0f, exp_selected_shifted_sum);
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {

@@ -1,7 +1,8 @@
 # masked_softmax_boolean: scale, boolean mask and softmax, in one pass
 #
-# Moves each operand once: mask 1 B/element, scores 2 B/element, out 2 B/element.
+# Moves each operand once: mask 1 B/element, the same for every i1; scores 2 B/element; out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols.
 # Origin: library kernel masked_softmax_boolean, variant where.
 # Source: https://arxiv.org/abs/2104.04473
 
@@ -9,6 +10,13 @@ import triton
 import triton.language as tl
 
 # ---- helpers ----
+
+
+@triton.jit
+def exp_16bit(x):
+    # Of a difference from a maximum, for results that are rounded to 11 bits at most. tl.exp takes three instructions more for what
+    # is below 2^-126, which is 0 here.
+    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -42,13 +50,14 @@ def fa_masked_softmax_boolean_8dd6d6(
     scores_row = scores_ptr + i0 * scores_stride0 + i1 * scores_stride1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
-    mask_2 = tl.load(mask_ptr + i0 * mask_stride0 + col, mask=mask, other=0)
+    # As many bytes for a thread as it reads elements: more of them would have to change threads.
+    mask_2 = tl.load(tl.max_contiguous(mask_ptr + i0 * mask_stride0 + col, [1, 8]), mask=mask, other=0)
     scores = to_float32(tl.load(scores_row + col, mask=mask, other=0.0))
     scale = 0.125
     blocked = float("-inf")
     selected = tl.where(mask_2, tl.fma(scores, scale, 0.0), blocked)
     selected_max = tl.reduce(tl.where(col_mask, selected, float("-inf")), 1, maximum, keep_dims=True)
-    exp_selected_shifted = tl.exp(selected - selected_max)
+    exp_selected_shifted = exp_16bit(selected - selected_max)
     exp_selected_shifted_sum = tl.sum(tl.where(col_mask, exp_selected_shifted, 0.0), axis=1, keep_dims=True)
     inverse_sum = 1.0 / exp_selected_shifted_sum
     out = exp_selected_shifted * inverse_sum

@@ -1,6 +1,6 @@
 // masked_softmax_boolean: scale, boolean mask and softmax, in one pass
 //
-// Moves each operand once: mask 1 B/element, scores 4 B/element, out 4 B/element.
+// Moves each operand once: mask 1 B/element, the same for every i1; scores 4 B/element; out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel masked_softmax_boolean, variant where.
 // Source: https://arxiv.org/abs/2104.04473

@@ -1,7 +1,8 @@
 # masked_softmax_boolean: scale, boolean mask and softmax, in one pass
 #
-# Moves each operand once: mask 1 B/element, scores 4 B/element, out 4 B/element.
+# Moves each operand once: mask 1 B/element, the same for every i1; scores 4 B/element; out 4 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols.
 # Origin: library kernel masked_softmax_boolean, variant where.
 # Source: https://arxiv.org/abs/2104.04473
 
@@ -45,7 +46,8 @@ def fa_masked_softmax_boolean_324fac(
     scores_row = scores_ptr + i0 * scores_stride0 + i1 * scores_stride1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
-    mask_2 = tl.load(mask_ptr + i0 * mask_stride0 + col, mask=mask, other=0)
+    # As many bytes for a thread as it reads elements: more of them would have to change threads.
+    mask_2 = tl.load(tl.max_contiguous(mask_ptr + i0 * mask_stride0 + col, [1, 4]), mask=mask, other=0)
     scores = tl.load(scores_row + col, mask=mask, other=0.0)
     scale = 0.125
     blocked = float("-inf")

@@ -1,7 +1,8 @@
 // qk_norm_rope: per-head RMSNorm and rotary embedding, in one pass, x read where the projection wrote it
 //
-// Moves each operand once: weight 2 B/column, x 2 B/element, cos 2 B/element, sin 2 B/element, out 2 B/element.
-// Maths in float32, rounded once, at the store.
+// Moves each operand once: weight 2 B/column; x 2 B/element; cos 2 B/element, the same for every i1; sin
+// 2 B/element, the same for every i1; out 2 B/element.
+// Maths in float32, rounded at the store, and before it where the model rounds.
 // Origin: library kernel qk_norm_rope, variant llama.
 // Source: https://arxiv.org/abs/2505.09388
 
@@ -45,7 +46,12 @@ __device__ __forceinline__ bfloat16_bits from_float32(float x) {
     return y;
 }
 
-__device__ __forceinline__ float round_bf16(float x) { return to_float32(from_float32<bfloat16_bits>(x)); }
+// The upper half of a pair whose lower half is 0 is a bfloat16 as float32: one instruction, not a slow conversion and a shift.
+__device__ __forceinline__ float round_bf16(float x) {
+    unsigned bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, 0f00000000;" : "=r"(bits) : "f"(x));
+    return __uint_as_float(bits);
+}
 
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
@@ -87,6 +93,13 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     typedef typename Pack<T>::word_t word_t;
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+// To two units in the last place, for all numbers: a rounded division has a slow path that it calls.
+__device__ __forceinline__ float quotient_16bit(float a, float b) {
+    float y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
 }
 
 struct Sum {
@@ -188,7 +201,7 @@ fa_qk_norm_rope_27bc4a(
         }
     }
     const float total_sum = row_reduce<Sum, 0>(total_sum_part);
-    const float rsqrt_total = rsqrtf(eps + total_sum / product);
+    const float rsqrt_total = rsqrtf(eps + quotient_16bit(total_sum, product));
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -212,9 +225,9 @@ fa_qk_norm_rope_27bc4a(
             const float sin_2 = to_float32(sin_packs[p], lane);
             const float sin_shifted = to_float32(sin_shifted_packs[p], lane);
             const float out = product_2 * cos_2 + -product_3 * sin_2;
-            const float out_2 = product_3 * cos_shifted + product_2 * sin_shifted;
+            const float out_shifted = product_3 * cos_shifted + product_2 * sin_shifted;
             out_pack[lane] = from_float32<bfloat16_bits>(out);
-            out_pack_2[lane] = from_float32<bfloat16_bits>(out_2);
+            out_pack_2[lane] = from_float32<bfloat16_bits>(out_shifted);
         }
         store_pack(out_row + first, out_pack);
         store_pack(out_row + first + out_offset, out_pack_2);

@@ -1,7 +1,9 @@
 # qk_norm_rope: per-head RMSNorm and rotary embedding, in one pass, x read where the projection wrote it
 #
-# Moves each operand once: weight 2 B/column, x 2 B/element, cos 2 B/element, sin 2 B/element, out 2 B/element.
-# Maths in float32, rounded once, at the store.
+# Moves each operand once: weight 2 B/column; x 2 B/element; cos 2 B/element, the same for every i1; sin
+# 2 B/element, the same for every i1; out 2 B/element.
+# Maths in float32, rounded at the store, and before it where the model rounds.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits; FULL: BLOCK_COLS divides cols.
 # Origin: library kernel qk_norm_rope, variant llama.
 # Source: https://arxiv.org/abs/2505.09388
 
@@ -69,7 +71,7 @@ def fa_qk_norm_rope_57c878(
     product_2 = weight * round_bf16(x * rsqrt_total)
     product_3 = weight_shifted * round_bf16(x_shifted * rsqrt_total)
     out = product_2 * cos + product_3 * -1.0 * sin
-    out_2 = product_3 * cos_shifted + product_2 * sin_shifted
+    out_shifted = product_3 * cos_shifted + product_2 * sin_shifted
 
     tl.store(out_row + col, out, mask=mask)
-    tl.store(out_row + col + out_offset, out_2, mask=mask)
+    tl.store(out_row + col + out_offset, out_shifted, mask=mask)

@@ -1,6 +1,7 @@
 // qk_norm_rope: per-head RMSNorm and rotary embedding, in one pass, x read where the projection wrote it
 //
-// Moves each operand once: weight 4 B/column, x 4 B/element, cos 4 B/element, sin 4 B/element, out 4 B/element.
+// Moves each operand once: weight 4 B/column; x 4 B/element; cos 4 B/element, the same for every i1; sin
+// 4 B/element, the same for every i1; out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel qk_norm_rope, variant llama.
 // Source: https://arxiv.org/abs/2505.09388
@@ -188,9 +189,9 @@ fa_qk_norm_rope_947755(
             const float sin_2 = sin_packs[p][lane];
             const float sin_shifted = sin_shifted_packs[p][lane];
             const float out = product_2 * cos_2 + -product_3 * sin_2;
-            const float out_2 = product_3 * cos_shifted + product_2 * sin_shifted;
+            const float out_shifted = product_3 * cos_shifted + product_2 * sin_shifted;
             out_pack[lane] = out;
-            out_pack_2[lane] = out_2;
+            out_pack_2[lane] = out_shifted;
         }
         store_pack(out_row + first, out_pack);
         store_pack(out_row + first + out_offset, out_pack_2);

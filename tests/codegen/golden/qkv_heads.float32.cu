@@ -1,8 +1,8 @@
 // qkv_heads: bias add, split into query, key and value, and heads before the sequence, in one pass over the
 // packed projection
 //
-// Moves each operand once: packed 4 B/element, bias 4 B/element, query 4 B/element, key 4 B/element, value
-// 4 B/element.
+// Moves each operand once: packed 4 B/element; bias 4 B/element, the same for every i1; query 4 B/element; key
+// 4 B/element; value 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel qkv_heads, variant split.
 // Source: https://github.com/NVIDIA/FasterTransformer/blob/main/docs/bert_guide.md

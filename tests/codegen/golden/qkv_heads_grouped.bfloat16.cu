@@ -1,8 +1,8 @@
 // qkv_heads_grouped: bias add, split and heads before the sequence in one pass over a packed projection with
 // fewer key heads than query heads
 //
-// Moves each operand once: packed 2 B/element, bias 2 B/element, query 2 B/element, key 2 B/element, value
-// 2 B/element.
+// Moves each operand once: packed 2 B/element; bias 2 B/element, the same for every i1; query 2 B/element; key
+// 2 B/element; value 2 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel qkv_heads_grouped, variant split.
 // Source: https://arxiv.org/abs/2305.13245

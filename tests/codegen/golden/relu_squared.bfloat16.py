@@ -2,6 +2,7 @@
 #
 # Moves each operand once: x 2 B/element, out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel relu_squared, variant square.
 # Source: https://arxiv.org/abs/2109.08668
 

@@ -108,8 +108,20 @@ __device__ __forceinline__ float lanes_sum(float value) {
     return value;
 }
 
-// For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+// Good to 22 bits; below 2^-126 it is 0, a difference that no 16-bit result shows unless it is made of such numbers alone.
+__device__ __forceinline__ float exp2_16bit(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Good to 20 bits, for results that are rounded to 11 at most. A reciprocal would need three more instructions, or lose what is
+// below 2^-126; the root of it cannot get there.
+__device__ __forceinline__ float sigmoid_16bit(float x) {
+    float root;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(1.0f + exp2_16bit(x * -1.4426950408889634f)));
+    return root * root;
+}
 
 // ---- kernel ----
 
@@ -188,10 +200,10 @@ fa_rmsnorm_gate_up_12e85e(
         if (row >= N) continue;
         float value = total(token, place % ROWS);
         float up = total(token, ROWS + place % ROWS);
-        const float scale = 1.0f / sqrtf(total(token, LINES) / K + 1e-06f);
+        const float scale = rsqrtf(total(token, LINES) * (1.0f / K) + 1e-06f);
         value *= scale;
         up *= scale;
-        value *= sigmoid(value) * up;
+        value *= sigmoid_16bit(value) * up;
         out[token * N + row] = from_float32<bfloat16_bits>(value);
     }
 }

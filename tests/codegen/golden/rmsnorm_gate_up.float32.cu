@@ -174,7 +174,7 @@ fa_rmsnorm_gate_up_348a4c(
         if (row >= N) continue;
         float value = total(token, place % ROWS);
         float up = total(token, ROWS + place % ROWS);
-        const float scale = 1.0f / sqrtf(total(token, LINES) / K + 1e-06f);
+        const float scale = rsqrtf(total(token, LINES) * (1.0f / K) + 1e-06f);
         value *= scale;
         up *= scale;
         value *= sigmoid(value) * up;

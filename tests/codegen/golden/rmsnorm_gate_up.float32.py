@@ -39,7 +39,7 @@ def fa_rmsnorm_gate_up_8b87f3(
 
     value = tl.sum(value, axis=1)
     up = tl.sum(up, axis=1)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / K + 1e-06)
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / K + 1e-06)
     value *= scale
     up *= scale
     value *= up / (1.0 + tl.exp(-value))

@@ -170,7 +170,7 @@ fa_rmsnorm_linear_99652c(
         const int token = place / ROWS, row = first + place % ROWS;
         if (row >= N) continue;
         float value = total(token, place % ROWS);
-        const float scale = 1.0f / sqrtf(total(token, LINES) / K + 1e-06f);
+        const float scale = rsqrtf(total(token, LINES) * (1.0f / K) + 1e-06f);
         value *= scale;
         out[token * N + row] = (value);
     }

@@ -34,7 +34,7 @@ def fa_rmsnorm_linear_0a8d3c(
         value += x_tile[None, :] * value_tile.to(tl.float32)
 
     value = tl.sum(value, axis=1)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / K + 1e-06)
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / K + 1e-06)
     value *= scale
     place = row
     mask = row_mask

@@ -1,6 +1,7 @@
 // rope: rotary position embedding: x * cos + rotate_half(x) * sin, x read where it lies in the projection
 //
-// Moves each operand once: x 2 B/element, cos 2 B/element, sin 2 B/element, out 2 B/element.
+// Moves each operand once: x 2 B/element; cos 2 B/element, the same for every i1; sin 2 B/element, the same for
+// every i1; out 2 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel rope, variant rotate_half.
 // Source: https://arxiv.org/abs/2104.09864
@@ -145,9 +146,9 @@ fa_rope_547750(
                 const float sin_2 = to_float32(sin_pack, lane);
                 const float sin_shifted = to_float32(sin_shifted_pack, lane);
                 const float out = x * cos_2 + -x_shifted * sin_2;
-                const float out_2 = x_shifted * cos_shifted + x * sin_shifted;
+                const float out_shifted = x_shifted * cos_shifted + x * sin_shifted;
                 out_pack[lane] = from_float32<bfloat16_bits>(out);
-                out_pack_2[lane] = from_float32<bfloat16_bits>(out_2);
+                out_pack_2[lane] = from_float32<bfloat16_bits>(out_shifted);
             }
             store_pack(out_ptr + (out_start + first), out_pack);
             store_pack(out_ptr + (out_start + first + out_offset), out_pack_2);

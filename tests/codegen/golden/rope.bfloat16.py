@@ -1,7 +1,9 @@
 # rope: rotary position embedding: x * cos + rotate_half(x) * sin, x read where it lies in the projection
 #
-# Moves each operand once: x 2 B/element, cos 2 B/element, sin 2 B/element, out 2 B/element.
+# Moves each operand once: x 2 B/element; cos 2 B/element, the same for every row; sin 2 B/element, the same for
+# every row; out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel rope, variant rotate_half.
 # Source: https://arxiv.org/abs/2104.09864
 
@@ -48,7 +50,7 @@ def fa_rope_b0f7e1(
     sin = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + shared_col, mask=col_mask, other=0.0))
     sin_shifted = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + shared_col + sin_offset, mask=col_mask, other=0.0))
     out = x * cos + x_shifted * -1.0 * sin
-    out_2 = x_shifted * cos_shifted + x * sin_shifted
+    out_shifted = x_shifted * cos_shifted + x * sin_shifted
 
     tl.store(out_row + col, out, mask=mask)
-    tl.store(out_row + col + out_offset, out_2, mask=mask)
+    tl.store(out_row + col + out_offset, out_shifted, mask=mask)

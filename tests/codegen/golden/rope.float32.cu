@@ -1,6 +1,7 @@
 // rope: rotary position embedding: x * cos + rotate_half(x) * sin, x read where it lies in the projection
 //
-// Moves each operand once: x 4 B/element, cos 4 B/element, sin 4 B/element, out 4 B/element.
+// Moves each operand once: x 4 B/element; cos 4 B/element, the same for every i1; sin 4 B/element, the same for
+// every i1; out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel rope, variant rotate_half.
 // Source: https://arxiv.org/abs/2104.09864
@@ -123,9 +124,9 @@ fa_rope_9ec0b3(
                 const float sin_2 = sin_pack[lane];
                 const float sin_shifted = sin_shifted_pack[lane];
                 const float out = x * cos_2 + -x_shifted * sin_2;
-                const float out_2 = x_shifted * cos_shifted + x * sin_shifted;
+                const float out_shifted = x_shifted * cos_shifted + x * sin_shifted;
                 out_pack[lane] = out;
-                out_pack_2[lane] = out_2;
+                out_pack_2[lane] = out_shifted;
             }
             store_pack(out_ptr + (out_start + first), out_pack);
             store_pack(out_ptr + (out_start + first + out_offset), out_pack_2);

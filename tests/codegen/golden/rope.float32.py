@@ -1,7 +1,9 @@
 # rope: rotary position embedding: x * cos + rotate_half(x) * sin, x read where it lies in the projection
 #
-# Moves each operand once: x 4 B/element, cos 4 B/element, sin 4 B/element, out 4 B/element.
+# Moves each operand once: x 4 B/element; cos 4 B/element, the same for every row; sin 4 B/element, the same for
+# every row; out 4 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel rope, variant rotate_half.
 # Source: https://arxiv.org/abs/2104.09864
 
@@ -37,7 +39,7 @@ def fa_rope_010711(
     sin = tl.load(sin_ptr + i0 * sin_stride0 + shared_col, mask=col_mask, other=0.0)
     sin_shifted = tl.load(sin_ptr + i0 * sin_stride0 + shared_col + sin_offset, mask=col_mask, other=0.0)
     out = x * cos + x_shifted * -1.0 * sin
-    out_2 = x_shifted * cos_shifted + x * sin_shifted
+    out_shifted = x_shifted * cos_shifted + x * sin_shifted
 
     tl.store(out_row + col, out, mask=mask)
-    tl.store(out_row + col + out_offset, out_2, mask=mask)
+    tl.store(out_row + col + out_offset, out_shifted, mask=mask)

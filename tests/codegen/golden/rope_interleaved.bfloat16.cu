@@ -1,7 +1,8 @@
 // rope_interleaved: rotary position embedding over neighbouring pairs: x * cos + rotate_pairs(x) * sin, x read
 // where it lies in the projection
 //
-// Moves each operand once: x 2 B/element, cos 2 B/element, sin 2 B/element, out 2 B/element.
+// Moves each operand once: x 2 B/element; cos 2 B/element, the same for every i1; sin 2 B/element, the same for
+// every i1; out 2 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel rope_interleaved, variant stack.
 // Source: https://arxiv.org/abs/2104.09864
@@ -138,10 +139,10 @@ fa_rope_interleaved_7206ac(
                 const float cos_odd = to_float32(cos_pack, 2 * lane + 1);
                 const float sin_even = to_float32(sin_pack, 2 * lane);
                 const float sin_odd = to_float32(sin_pack, 2 * lane + 1);
-                const float out = x_even * cos_even + -x_odd * sin_even;
-                const float out_2 = x_odd * cos_odd + x_even * sin_odd;
-                out_pack[2 * lane] = from_float32<bfloat16_bits>(out);
-                out_pack[2 * lane + 1] = from_float32<bfloat16_bits>(out_2);
+                const float out_even = x_even * cos_even + -x_odd * sin_even;
+                const float out_odd = x_odd * cos_odd + x_even * sin_odd;
+                out_pack[2 * lane] = from_float32<bfloat16_bits>(out_even);
+                out_pack[2 * lane + 1] = from_float32<bfloat16_bits>(out_odd);
             }
             store_pack(out_ptr + (out_start + first * 2), out_pack);
         }

@@ -1,7 +1,8 @@
 // rope_interleaved: rotary position embedding over neighbouring pairs: x * cos + rotate_pairs(x) * sin, x read
 // where it lies in the projection
 //
-// Moves each operand once: x 4 B/element, cos 4 B/element, sin 4 B/element, out 4 B/element.
+// Moves each operand once: x 4 B/element; cos 4 B/element, the same for every i1; sin 4 B/element, the same for
+// every i1; out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel rope_interleaved, variant stack.
 // Source: https://arxiv.org/abs/2104.09864
@@ -115,10 +116,10 @@ fa_rope_interleaved_dbefe7(
                 const float cos_odd = cos_pack[2 * lane + 1];
                 const float sin_even = sin_pack[2 * lane];
                 const float sin_odd = sin_pack[2 * lane + 1];
-                const float out = x_even * cos_even + -x_odd * sin_even;
-                const float out_2 = x_odd * cos_odd + x_even * sin_odd;
-                out_pack[2 * lane] = out;
-                out_pack[2 * lane + 1] = out_2;
+                const float out_even = x_even * cos_even + -x_odd * sin_even;
+                const float out_odd = x_odd * cos_odd + x_even * sin_odd;
+                out_pack[2 * lane] = out_even;
+                out_pack[2 * lane + 1] = out_odd;
             }
             store_pack(out_ptr + (out_start + first * 2), out_pack);
         }

@@ -1,8 +1,10 @@
 # rope_interleaved: rotary position embedding over neighbouring pairs: x * cos + rotate_pairs(x) * sin, x read
 # where it lies in the projection
 #
-# Moves each operand once: x 4 B/element, cos 4 B/element, sin 4 B/element, out 4 B/element.
+# Moves each operand once: x 4 B/element; cos 4 B/element, the same for every row; sin 4 B/element, the same for
+# every row; out 4 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel rope_interleaved, variant stack.
 # Source: https://arxiv.org/abs/2104.09864
 
@@ -24,7 +26,7 @@ def fa_rope_interleaved_9f96c9(
     row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     i0 = (tile // col_tiles // row_tiles).to(INDEX)
     row_mask = row < rows
-    item_col_mask = item < 2 * cols
+    item_col_mask = item < 2 * tl.cast(cols, INDEX)
     item_mask = row_mask & item_col_mask
     x_row = x_ptr + i0 * x_stride0 + row * x_stride1
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
@@ -35,7 +37,7 @@ def fa_rope_interleaved_9f96c9(
     cos_even, cos_odd = tl.split(cos_run.reshape(1, BLOCK_COLS, 2))
     sin_run = tl.load(sin_ptr + i0 * sin_stride0 + item, mask=item_col_mask, other=0.0)
     sin_even, sin_odd = tl.split(sin_run.reshape(1, BLOCK_COLS, 2))
-    out = x_even * cos_even + x_odd * -1.0 * sin_even
-    out_2 = x_odd * cos_odd + x_even * sin_odd
+    out_even = x_even * cos_even + x_odd * -1.0 * sin_even
+    out_odd = x_odd * cos_odd + x_even * sin_odd
 
-    tl.store(out_row + item, tl.join(out, out_2).reshape(BLOCK_ROWS, 2 * BLOCK_COLS), mask=item_mask)
+    tl.store(out_row + item, tl.join(out_even, out_odd).reshape(BLOCK_ROWS, 2 * BLOCK_COLS), mask=item_mask)

@@ -1,7 +1,8 @@
 // rope_pairs: rotary position embedding over neighbouring pairs, each turned by one angle: (x0 cos - x1 sin, x0
 // sin + x1 cos)
 //
-// Moves each operand once: x 2 B/element, cos 2 B/element, sin 2 B/element, out 2 B/element.
+// Moves each operand once: x 2 B/element; cos 2 B/element, the same for every i0; sin 2 B/element, the same for
+// every i0; out 2 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel rope_pairs, variant stack.
 // Source: https://arxiv.org/abs/2104.09864
@@ -138,10 +139,10 @@ fa_rope_pairs_8cd7de(
                 const float cos_2 = to_float32(cos_packs[p], lane);
                 const float x_even = to_float32(x_packs[p], 2 * lane);
                 const float sin_2 = to_float32(sin_packs[p], lane);
-                const float out = x_odd * cos_2 + x_even * sin_2;
-                const float out_2 = cos_2 * x_even - x_odd * sin_2;
-                out_pack[2 * lane] = from_float32<bfloat16_bits>(out_2);
-                out_pack[2 * lane + 1] = from_float32<bfloat16_bits>(out);
+                const float out_odd = x_odd * cos_2 + x_even * sin_2;
+                const float out_even = cos_2 * x_even - x_odd * sin_2;
+                out_pack[2 * lane] = from_float32<bfloat16_bits>(out_even);
+                out_pack[2 * lane + 1] = from_float32<bfloat16_bits>(out_odd);
             }
             store_pack(out_ptr + (out_start + first * 2), out_pack);
         }

@@ -1,8 +1,10 @@
 # rope_pairs: rotary position embedding over neighbouring pairs, each turned by one angle: (x0 cos - x1 sin, x0
 # sin + x1 cos)
 #
-# Moves each operand once: x 2 B/element, cos 2 B/element, sin 2 B/element, out 2 B/element.
+# Moves each operand once: x 2 B/element; cos 2 B/element, the same for every i0; sin 2 B/element, the same for
+# every i0; out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel rope_pairs, variant stack.
 # Source: https://arxiv.org/abs/2104.09864
 
@@ -38,7 +40,7 @@ def fa_rope_pairs_00e335(
     row_mask = row < rows
     col_mask = col < cols
     mask = row_mask & col_mask
-    item_col_mask = item < 2 * cols
+    item_col_mask = item < 2 * tl.cast(cols, INDEX)
     item_mask = row_mask & item_col_mask
     x_row = x_ptr + i0 * x_stride0 + row * x_stride1
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
@@ -47,7 +49,7 @@ def fa_rope_pairs_00e335(
     x_even, x_odd = tl.split(to_float32(x_run.reshape(BLOCK_ROWS, BLOCK_COLS, 2)))
     cos = to_float32(tl.load(cos_ptr + row * cos_stride1 + col, mask=mask, other=0.0))
     sin = to_float32(tl.load(sin_ptr + row * sin_stride1 + col, mask=mask, other=0.0))
-    out = x_odd * cos + x_even * sin
-    out_2 = cos * x_even - x_odd * sin
+    out_odd = x_odd * cos + x_even * sin
+    out_even = cos * x_even - x_odd * sin
 
-    tl.store(out_row + item, tl.join(out_2, out).reshape(BLOCK_ROWS, 2 * BLOCK_COLS), mask=item_mask)
+    tl.store(out_row + item, tl.join(out_even, out_odd).reshape(BLOCK_ROWS, 2 * BLOCK_COLS), mask=item_mask)

@@ -1,7 +1,8 @@
 // rope_pairs: rotary position embedding over neighbouring pairs, each turned by one angle: (x0 cos - x1 sin, x0
 // sin + x1 cos)
 //
-// Moves each operand once: x 4 B/element, cos 4 B/element, sin 4 B/element, out 4 B/element.
+// Moves each operand once: x 4 B/element; cos 4 B/element, the same for every i0; sin 4 B/element, the same for
+// every i0; out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel rope_pairs, variant stack.
 // Source: https://arxiv.org/abs/2104.09864
@@ -115,10 +116,10 @@ fa_rope_pairs_b51d65(
                 const float cos_2 = cos_packs[p][lane];
                 const float x_even = x_packs[p][2 * lane];
                 const float sin_2 = sin_packs[p][lane];
-                const float out = x_odd * cos_2 + x_even * sin_2;
-                const float out_2 = cos_2 * x_even - x_odd * sin_2;
-                out_pack[2 * lane] = out_2;
-                out_pack[2 * lane + 1] = out;
+                const float out_odd = x_odd * cos_2 + x_even * sin_2;
+                const float out_even = cos_2 * x_even - x_odd * sin_2;
+                out_pack[2 * lane] = out_even;
+                out_pack[2 * lane + 1] = out_odd;
             }
             store_pack(out_ptr + (out_start + first * 2), out_pack);
         }

@@ -1,7 +1,7 @@
 // rope_qk: rotary position embedding of queries and keys in one launch, read where they lie in their projections
 //
-// Moves each operand once: q 4 B/element, cos 4 B/element, sin 4 B/element, q_out 4 B/element, k 4 B/element,
-// k_out 4 B/element.
+// Moves each operand once: q 4 B/element; cos 4 B/element, the same for every i1; sin 4 B/element, the same for
+// every i1; q_out 4 B/element; k 4 B/element; k_out 4 B/element.
 // Maths in float32, rounded once, at the store.
 // Origin: library kernel rope_qk, variant rotate_half.
 // Source: https://arxiv.org/abs/2104.09864
@@ -121,9 +121,9 @@ __device__ __forceinline__ void part1(
                 const float sin_2 = sin_pack[lane];
                 const float sin_shifted = sin_shifted_pack[lane];
                 const float q_out = q * cos_2 + -q_shifted * sin_2;
-                const float q_out_2 = q_shifted * cos_shifted + q * sin_shifted;
+                const float q_out_shifted = q_shifted * cos_shifted + q * sin_shifted;
                 q_out_pack[lane] = q_out;
-                q_out_pack_2[lane] = q_out_2;
+                q_out_pack_2[lane] = q_out_shifted;
             }
             store_pack(q_out_ptr + (q_out_start + first), q_out_pack);
             store_pack(q_out_ptr + (q_out_start + first + q_out_offset), q_out_pack_2);

@@ -1,8 +1,9 @@
 # rope_qk: rotary position embedding of queries and keys in one launch, read where they lie in their projections
 #
-# Moves each operand once: q 4 B/element, cos 4 B/element, sin 4 B/element, q_out 4 B/element, k 4 B/element,
-# k_out 4 B/element.
+# Moves each operand once: q 4 B/element; cos 4 B/element, the same for every row; sin 4 B/element, the same for
+# every row; q_out 4 B/element; k 4 B/element; k_out 4 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel rope_qk, variant rotate_half.
 # Source: https://arxiv.org/abs/2104.09864
 
@@ -39,10 +40,10 @@ def part1(
     sin = tl.load(sin_ptr + i0 * sin_stride0 + shared_col, mask=col_mask, other=0.0)
     sin_shifted = tl.load(sin_ptr + i0 * sin_stride0 + shared_col + sin_offset, mask=col_mask, other=0.0)
     q_out = q * cos + q_shifted * -1.0 * sin
-    q_out_2 = q_shifted * cos_shifted + q * sin_shifted
+    q_out_shifted = q_shifted * cos_shifted + q * sin_shifted
 
     tl.store(q_out_row + col, q_out, mask=mask)
-    tl.store(q_out_row + col + q_out_offset, q_out_2, mask=mask)
+    tl.store(q_out_row + col + q_out_offset, q_out_shifted, mask=mask)
 
 
 @triton.jit

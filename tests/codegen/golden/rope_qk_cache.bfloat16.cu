@@ -145,9 +145,9 @@ __device__ __forceinline__ void part1(
                 const float sin_2 = to_float32(sin_pack, lane);
                 const float sin_shifted = to_float32(sin_shifted_pack, lane);
                 const float q_out = q * cos_2 + -q_shifted * sin_2;
-                const float q_out_2 = q_shifted * cos_shifted + q * sin_shifted;
+                const float q_out_shifted = q_shifted * cos_shifted + q * sin_shifted;
                 q_out_pack[lane] = from_float32<bfloat16_bits>(q_out);
-                q_out_pack_2[lane] = from_float32<bfloat16_bits>(q_out_2);
+                q_out_pack_2[lane] = from_float32<bfloat16_bits>(q_out_shifted);
             }
             store_pack(q_out_ptr + (row * q_out_stride0 + first), q_out_pack);
             store_pack(q_out_ptr + (row * q_out_stride0 + first + q_out_offset), q_out_pack_2);
@@ -221,11 +221,11 @@ __device__ __forceinline__ void part2(
                 const float sin_2 = to_float32(sin_pack, lane);
                 const float sin_shifted = to_float32(sin_shifted_pack, lane);
                 const float k_cache = k * cos_2 + -k_shifted * sin_2;
-                const float k_cache_2 = k_shifted * cos_shifted + k * sin_shifted;
+                const float k_cache_shifted = k_shifted * cos_shifted + k * sin_shifted;
                 const float v = to_float32(v_packs[p], lane);
                 const float v_shifted = to_float32(v_shifted_packs[p], lane);
                 k_cache_pack[lane] = from_float32<bfloat16_bits>(k_cache);
-                k_cache_pack_2[lane] = from_float32<bfloat16_bits>(k_cache_2);
+                k_cache_pack_2[lane] = from_float32<bfloat16_bits>(k_cache_shifted);
                 v_cache_pack[lane] = from_float32<bfloat16_bits>(v);
                 v_cache_pack_2[lane] = from_float32<bfloat16_bits>(v_shifted);
             }

@@ -4,6 +4,7 @@
 # Moves each operand once: q 2 B/element, cos 2 B/column, sin 2 B/column, q_out 2 B/element, position 8 B in
 # all, k 2 B/element, v 2 B/element, k_cache 2 B/element, v_cache 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel rope_qk_cache, variant rotate_half.
 # Source: https://arxiv.org/abs/2104.09864
 
@@ -55,10 +56,10 @@ def part1(
     sin = to_float32(tl.load(sin_ptr + shared_col, mask=col_mask, other=0.0))
     sin_shifted = to_float32(tl.load(sin_ptr + shared_col + sin_offset, mask=col_mask, other=0.0))
     q_out = q * cos + q_shifted * -1.0 * sin
-    q_out_2 = q_shifted * cos_shifted + q * sin_shifted
+    q_out_shifted = q_shifted * cos_shifted + q * sin_shifted
 
     tl.store(q_out_ptr + row * q_out_stride0 + col, q_out, mask=mask)
-    tl.store(q_out_ptr + row * q_out_stride0 + col + q_out_offset, q_out_2, mask=mask)
+    tl.store(q_out_ptr + row * q_out_stride0 + col + q_out_offset, q_out_shifted, mask=mask)
 
 
 @triton.jit
@@ -91,11 +92,13 @@ def part2(
     v_shifted = to_float32(tl.load(v_ptr + row * v_stride0 + col + v_offset, mask=mask, other=0.0))
     fits_k_cache = checked(position, k_cache_extent, True)
     k_cache = k * cos + k_shifted * -1.0 * sin
-    k_cache_2 = k_shifted * cos_shifted + k * sin_shifted
+    k_cache_shifted = k_shifted * cos_shifted + k * sin_shifted
 
     store_mask = tl.where(fits_k_cache, mask, False)
     tl.store(k_cache_ptr + position * k_cache_step0 + row * k_cache_stride0 + col, k_cache, mask=store_mask)
-    tl.store(k_cache_ptr + position * k_cache_step0 + row * k_cache_stride0 + col + k_cache_offset, k_cache_2, mask=store_mask)
+    tl.store(
+        k_cache_ptr + position * k_cache_step0 + row * k_cache_stride0 + col + k_cache_offset, k_cache_shifted, mask=store_mask
+    )
     tl.store(v_cache_ptr + position * v_cache_step0 + row * v_cache_stride0 + col, v, mask=store_mask)
     tl.store(v_cache_ptr + position * v_cache_step0 + row * v_cache_stride0 + col + v_cache_offset, v_shifted, mask=store_mask)
 

@@ -123,9 +123,9 @@ __device__ __forceinline__ void part1(
                 const float sin_2 = sin_pack[lane];
                 const float sin_shifted = sin_shifted_pack[lane];
                 const float q_out = q * cos_2 + -q_shifted * sin_2;
-                const float q_out_2 = q_shifted * cos_shifted + q * sin_shifted;
+                const float q_out_shifted = q_shifted * cos_shifted + q * sin_shifted;
                 q_out_pack[lane] = q_out;
-                q_out_pack_2[lane] = q_out_2;
+                q_out_pack_2[lane] = q_out_shifted;
             }
             store_pack(q_out_ptr + (row * q_out_stride0 + first), q_out_pack);
             store_pack(q_out_ptr + (row * q_out_stride0 + first + q_out_offset), q_out_pack_2);
@@ -199,11 +199,11 @@ __device__ __forceinline__ void part2(
                 const float sin_2 = sin_pack[lane];
                 const float sin_shifted = sin_shifted_pack[lane];
                 const float k_cache = k * cos_2 + -k_shifted * sin_2;
-                const float k_cache_2 = k_shifted * cos_shifted + k * sin_shifted;
+                const float k_cache_shifted = k_shifted * cos_shifted + k * sin_shifted;
                 const float v = v_packs[p][lane];
                 const float v_shifted = v_shifted_packs[p][lane];
                 k_cache_pack[lane] = k_cache;
-                k_cache_pack_2[lane] = k_cache_2;
+                k_cache_pack_2[lane] = k_cache_shifted;
                 v_cache_pack[lane] = v;
                 v_cache_pack_2[lane] = v_shifted;
             }

@@ -2,6 +2,7 @@
 #
 # Moves each operand once: x 2 B/element, out 2 B/element.
 # Maths in float32, rounded once, at the store.
+# INDEX: dtype of indices, tl.int64 where one may pass 32 bits.
 # Origin: library kernel scale_gelu_tanh, variant builtin.
 # Source: https://arxiv.org/abs/1606.08415
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
@@ -113,7 +114,7 @@ def test_constants_are_launched_in_the_order_of_the_signature():
         is_looped = "for start in " in rendered.source
         shape, _ = choose_shapes([call.plan for call in calls], Tuning(), is_looped=is_looped)
         signature = rendered.source[rendered.source.rindex("\ndef fa_") :].split("):\n")[0]
-        last = [line for line in signature.splitlines() if "INDEX: tl.constexpr" in line][-1]
+        last = signature[signature.rindex("INDEX: tl.constexpr") :]
         assert [word.split(":")[0].strip() for word in last.split(",") if word.strip()] == list(shape.constants), name
     assert {"WHOLE", "BY_FOUR"} <= set(shape.constants)
 
@@ -146,7 +147,7 @@ def test_what_a_channel_shares_is_multiplied_once_and_nothing_else():
         lowered, _ = lower_function(lambda x, y, w: (x * scale(x, y) * w[None, :, None, None]).sum((1, 2, 3)), *inputs)
         return render(lowered.program).source
 
-    assert "x * (rsqrt_total * x2)" in source(lambda x, _: torch.rsqrt(x.pow(2).mean((1, 2, 3), keepdim=True) + 1e-6))
+    assert "x * (inverse_rms * x2)" in source(lambda x, _: torch.rsqrt(x.pow(2).mean((1, 2, 3), keepdim=True) + 1e-6))
     assert "x * tl.rsqrt(x2) * x3" in source(lambda _, y: torch.rsqrt(y))
 
 
@@ -225,3 +226,22 @@ def test_unaligned_tensors_take_the_careful_road(tmp_path):
     out = torch.zeros(1003, device="cuda").bfloat16()[3:]
     launcher(x, out)
     assert distance("gelu", out.cpu(), evaluate(program, x.cpu())[0]) <= 1
+
+
+def test_what_is_written_names_what_is_made_of_it():
+    def function(x, residual, weight):
+        total = x + residual
+        return total, functional.layer_norm(total, (64,), weight, None, 1e-5)
+
+    inputs = torch.zeros(4, 64), torch.zeros(4, 64), torch.zeros(64)
+    source = render(lower_function(function, *inputs)[0].program).source
+    assert "out1_mean = mean_of(out1_sum, " in source
+    assert "inverse_deviation = tl.rsqrt(out1_variance + 1e-05)" in source
+
+
+def test_what_is_added_with_a_minus_sign_is_subtracted():
+    def source(function):
+        return render(lower_function(function, torch.zeros(4, 64))[0].program).source
+
+    assert "out = x - 2.5" in source(lambda x: x + -2.5)
+    assert "out = x + 2.5" in source(lambda x: x - -2.5)

@@ -155,3 +155,50 @@ def test_a_single_row_in_a_tile_of_several_still_compiles():
     program = lowered("rmsnorm", R=1, C=64)
     rendered = TritonBackend().render(program, HEADER, tuning=Tuning(block_rows=4, num_warps=4), fast_math=False)
     assert assembly_for(program, rendered, 90)["cubin"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("cross_entropy", {"R": 2048, "V": 50257}),
+        ("log_softmax", {"R": 2048, "C": 50257}),
+        ("groupnorm", {"B": 4, "G": 32, "K": 11, "H": 63, "W": 63}),
+    ],
+)
+def test_single_elements_are_grouped_inside_of_threads(name, sizes):
+    """Rows that start anywhere are read by element: only what a row comes to is exchanged between threads, as for other rows."""
+    code = ptx(lowered(name, **sizes))
+    assert not re.search(r"ld\.global\S*\.v\d\.b(16|32)", code)
+    assert len(re.findall(r"shfl\.sync", code)) == 2 * (5 + 3)  # of a warp's lanes, and of eight warps
+    aligned = {"cross_entropy": {"R": 2048, "V": 50304}, "log_softmax": {"R": 2048, "C": 50304}}.get(
+        name, sizes | {"H": 64, "W": 64}
+    )
+    vectors = ptx(lowered(name, **aligned))
+    assert code.count("shfl.sync") == vectors.count("shfl.sync") and code.count("bar.sync") == vectors.count("bar.sync")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("function", [lambda x, m: torch.where(m, x, 0.0), lambda x, m: torch.where(m, x, 0.0).softmax(-1)])
+def test_a_mask_of_bytes_lies_in_threads_as_what_it_masks_does(function, dtype):
+    """A thread would read 16 of its bytes at once, twice or four times as many elements as of the other tensor."""
+    assembly = assembly_for(program_of(function, dtype, torch.bool), render(program_of(function, dtype, torch.bool)), 90)
+    assert "convert_layout" not in assembly["ttgir"]
+    assert "v4.b32" in assembly["ptx"]
+
+
+def test_no_more_bytes_are_read_at_once_than_a_row_has():
+    """Rows of 4 that start 16 apart: 8 neighbours would be those of two rows."""
+
+    def function(x, m):
+        return torch.where(m[:, :4], x[:, :4], 0.0).softmax(-1)
+
+    inputs = torch.zeros(4096, 16, dtype=torch.bfloat16), torch.zeros(4096, 16, dtype=torch.bool)
+    program = lower_function(function, *inputs)[0].program
+    widths = re.findall(r"ld\.global\S*", assembly_for(program, render(program), 90)["ptx"])
+    assert widths and not any("64" in width or "v4" in width for width in widths)
+
+
+def test_what_is_gathered_by_column_is_no_run_of_bytes():
+    inputs = torch.zeros(64, 512, dtype=torch.uint8), torch.zeros(512, dtype=torch.int64), torch.zeros(64, 512)
+    program = lower_function(lambda m, ids, x: m[:, ids] * x, *inputs)[0].program
+    assert "max_contiguous" not in render(program).source
