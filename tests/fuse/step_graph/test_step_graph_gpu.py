@@ -97,8 +97,9 @@ def test_a_backward_pass_uses_memory_of_what_it_has_read():
     loss = compiled(rows).sum()
     kept_bytes = backend.graphs.pool_bytes
     loss.backward()
-    # Twelve gradients of weights lie where twelve activations were.
-    assert backend.graphs.replays == [1, 1] and backend.graphs.pool_bytes - kept_bytes < 6 * rows.nbytes
+    assert backend.graphs.replays == [1, 1]
+    # Twelve gradients of weights lie where eleven activations were: by themselves they and what lies between would take fifteen.
+    assert (backend.graphs.pool_bytes - kept_bytes) / rows.nbytes < 8
     torch.compiler.reset()
 
 
