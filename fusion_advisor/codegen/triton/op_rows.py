@@ -105,7 +105,7 @@ def _erfc(writer: TritonWriter, number: int, value: Value, args: Sequence[Text])
         return helper("erfc")(writer, number, value, args)
     if writer.is_half:
         return Text(f"2.0 * {writer.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951')}", PRODUCT)
-    return helper("erfc", "exp")(writer, number, value, args)
+    return helper("erfc")(writer, number, value, args)
 
 
 def _of_reals(function: str) -> Row:

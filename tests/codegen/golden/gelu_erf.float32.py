@@ -13,21 +13,13 @@ import triton.language as tl
 
 
 @triton.jit
-def exp(x):
-    # tl.exp rounds x * log2(e) once, which costs |x| / 2 ulp; the product's rounding error is put back here.
-    scaled = x * 1.4426950408889634
-    error = tl.fma(x, 1.4426950408889634, -scaled) + x * 1.925963033500e-08
-    power = tl.exp2(scaled)
-    # At 0 and inf there is nothing to put back, and an infinite x has no error: inf - inf would be NaN.
-    return tl.where((power > 0.0) & (power < float("inf")), power + power * (error * 0.6931471805599453), power)
-
-
-@triton.jit
 def erfc(x):
     # To 4 ulp, by N. Juffa: (1 + 2a) e^(a^2) erfc(a) is a polynomial in (a - 2) / (a + 2), and e^(-a^2) gets its rounding error back.
+    # A squared root is a reciprocal good enough for quotients that are corrected by what they leave over; it takes no division.
     magnitude = tl.abs(x)
     a = tl.where(magnitude > 10.0546875, 10.0546875, magnitude)
-    r = 1.0 / (a + 2.0)
+    r = tl.rsqrt(a + 2.0)
+    r = r * r
     q = (a - 2.0) * r
     q = tl.fma(r, tl.fma(q, -a, (q + 1.0) * -2.0 + a), q)
     p = q * -4.01139259e-4 - 1.23075210e-3
@@ -39,11 +31,15 @@ def erfc(x):
     p = p * q - 1.66031361e-1
     p = p * q - 9.27639827e-2
     p = p * q + 2.76978403e-1
-    r = 1.0 / (2.0 * a + 1.0)
+    r = tl.rsqrt(2.0 * a + 1.0)
+    r = r * r
     q = tl.fma(p, r, r)
     r = tl.fma(tl.fma(q, -a, 0.5) * 2.0 + (p - q), r, q)
     square = a * a
-    power = exp(-square)
+    scaled = square * -1.4426950408889634
+    error = tl.fma(square, -1.4426950408889634, -scaled) - square * 1.925963033500e-08
+    power = tl.exp2(scaled)
+    power = power + power * (error * 0.6931471805599453)  # no power here is infinite, where exp would put nothing back
     r = tl.fma(r, power, r * power * tl.fma(-a, a, square))
     r = tl.where(magnitude > 10.0546875, 0.0, r)
     return tl.where(x < 0.0, 2.0 - r, r)

@@ -79,6 +79,37 @@ def test_a_mean_is_what_a_division_gives_although_its_reciprocal_is_not(ulps):
     assert mean_of(ulps)(torch.zeros(1, 1), torch.zeros(1, 1)).isnan().all()
 
 
+def erfc(ulps):
+    """The helper for float32, with roots that are so far off."""
+
+    def rsqrt(x):
+        return (torch.rsqrt(x).view(torch.int32) + ulps).view(torch.float32)
+
+    def own(x):
+        return torch.erfc(x)
+
+    body = re.search(r"def erfc.*?return [^\n]*\n", render(program_of(own, torch.float32)).source, re.DOTALL)[0]
+    functions = {"fma": rounded_fma, "where": torch.where, "abs": torch.abs, "exp2": torch.exp2, "rsqrt": rsqrt}
+    names = {"tl": SimpleNamespace(**functions), "torch": torch}
+    exec(re.sub(r"(?<=, )(-?\d[\d.e-]+)(?=[,)])", r"torch.tensor(\1)", body), names)  # a product of two numbers needs two tensors
+    return names["erfc"]
+
+
+@pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
+def test_an_erfc_is_good_to_4_ulp_although_its_reciprocals_are_not(ulps):
+    x = torch.cat([torch.linspace(-6, 9.19, 400_001), torch.linspace(-0.01, 0.01, 10_001)])
+    wanted = torch.special.erfc(x.double())
+    ulp = torch.tensor(2.0).double() ** (wanted.abs().log2().floor() - 23)
+    assert ((erfc(ulps)(x) - wanted).abs() / ulp).max() < 4
+    edges = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 20.0, -20.0, 3e38])
+    torch.testing.assert_close(erfc(ulps)(edges), torch.special.erfc(edges), rtol=3e-7, atol=0, equal_nan=True)
+
+
+def test_gelu_in_float32_divides_nothing():
+    code = ptx(program_of(torch.nn.functional.gelu, torch.float32))
+    assert "div." not in code and "rcp." not in code
+
+
 def test_a_tanh_of_16_bits_takes_one_power_and_one_root():
     """Softcap, 8 elements a thread."""
     code = ptx(lowered("softcap", R=2048, C=4096))
