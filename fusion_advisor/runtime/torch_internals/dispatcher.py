@@ -173,15 +173,16 @@ def whole_second_pass() -> Iterator[None]:
 def call_hooks_with_tensors_alone(nodes: Iterable[Any]) -> None:
     """Let hooks on gradients of leaves be called where there is a gradient, as they are where eager leads nothing to a leaf.
 
-    Autograd calls them with None too, where a node with several inputs returns None for one.
+    Autograd calls them with None too, where a node with several inputs returns None for one. Torch's own hooks (that of
+    ``register_multi_grad_hook``) count such calls.
 
     Args:
         nodes: of autograd's; those that add a gradient to a leaf count.
     """
     for node in nodes:
-        hooks = getattr(getattr(node, "variable", None), "_backward_hooks", None)
-        for key, hook in list((hooks or {}).items()):
-            if not isinstance(hook, _WithTensor):
+        hooks: dict[int, Any] = getattr(getattr(node, "variable", None), "_backward_hooks", None) or {}
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _WithTensor) and not str(getattr(hook, "__module__", "")).startswith("torch."):
                 hooks[key] = _WithTensor(hook)
 
 
