@@ -47,7 +47,7 @@ from fusion_advisor.fuse.train.flag_trial import try_flags
 from fusion_advisor.fuse.train.journal import Journal
 from fusion_advisor.fuse.train.passes.columns_last import sink_column_sums
 from fusion_advisor.fuse.train.passes.freed_arguments import FreeingCall
-from fusion_advisor.fuse.train.passes.gradient_parts import split_norm_gradients
+from fusion_advisor.fuse.train.passes.gradient_parts import lay_gradients_as_in_eager, split_norm_gradients
 from fusion_advisor.fuse.train.passes.row_losses import split_losses
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.library.patterns import library_on_demand
@@ -191,7 +191,7 @@ def _pass_copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
     A loss in chunks is its chunks' ops.
     """
-    copied = unroll_losses(fx_trace.copied_graph(graph_module))
+    copied = unroll_losses(lay_gradients_as_in_eager(fx_trace.copied_graph(graph_module)))
     return sink_column_sums(split_norm_gradients(split_losses(copied)))
 
 

@@ -349,7 +349,8 @@ class Observer(torch.fx.Interpreter):
                 meta = self._ops[index].outputs[0]
                 if tuple(result.shape) != meta.shape or not has_strides(result, meta.stride):
                     self.surprises[index] = (
-                        f"{self._ops[index].target} returned strides {tuple(result.stride())}, traced {meta.stride}"
+                        f"{self._ops[index].target} returned strides {tuple(result.stride())}, and torch traced {meta.stride}: a "
+                        "kernel would read other elements; `contiguous()` on what the op reads makes both agree"
                     )
         return result
 

@@ -120,7 +120,7 @@ def _watched(call: Callable[..., Any], takes_none: bool, writes: bool, *args: An
     return results
 
 
-def _watch_where_differentiated(node: weakref.ref[Any], _: Any) -> None:
+def _watch_where_differentiated(node: weakref.ref[Any], given: tuple[torch.Tensor | None, ...]) -> None:
     """Have gradients watched in a backward pass that is differentiated itself: only ``create_graph`` enables gradients there.
 
     Not always: torch keeps what a node is given until its hooks have run, and that is a step's largest tensors.
@@ -128,6 +128,8 @@ def _watch_where_differentiated(node: weakref.ref[Any], _: Any) -> None:
     if torch.is_grad_enabled() and (found := node()) is not None and not hasattr(found, "is_watched"):
         found.is_watched = True
         found.register_hook(_watch_gradients)
+    if any(one is None for one in given) and (found := node()) is not None:
+        dispatcher.call_hooks_with_tensors_alone(source for source, _ in found.next_functions)
 
 
 class _NoSecondDerivative(torch.autograd.Function):

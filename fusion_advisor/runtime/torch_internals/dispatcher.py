@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -169,6 +169,36 @@ def whole_second_pass() -> Iterator[None]:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     if ends:
         raise ends.pop()
+
+
+def call_hooks_with_tensors_alone(nodes: Iterable[Any]) -> None:
+    """Let hooks on gradients of leaves be called where there is a gradient, as they are where eager leads nothing to a leaf.
+
+    Autograd calls them with None too, where a node with several inputs returns None for one. Torch's own hooks (that of
+    ``register_multi_grad_hook``) count such calls.
+
+    Args:
+        nodes: of autograd's; those that add a gradient to a leaf count.
+    """
+    for node in nodes:
+        hooks: dict[int, Any] = getattr(getattr(node, "variable", None), "_backward_hooks", None) or {}
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _WithTensor) and not str(getattr(hook, "__module__", "")).startswith("torch."):
+                hooks[key] = _WithTensor(hook)
+
+
+class _WithTensor:
+    """Calls a hook with a gradient that is there.
+
+    Args:
+        hook: somebody's.
+    """
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor | None) -> Any:
+        return None if gradient is None else self._hook(gradient)
 
 
 class OpLog(TorchDispatchMode):

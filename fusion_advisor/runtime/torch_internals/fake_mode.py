@@ -123,8 +123,15 @@ _RESHAPES = frozenset(
 )  # fmt: skip
 
 
+CONTIGUOUS = frozenset([torch.ops.aten.native_layer_norm_backward.default, torch.ops.aten._log_softmax_backward_data.default])
+"""Ops whose first result is contiguous, whatever they are given."""
+
+
 def laid_as_in_eager(node: torch.fx.Node, value: Any, args: Any, kwargs: Any) -> Any:
-    """Return the fake result of a reshape or of a pointwise op with eager's strides.
+    """Return the fake result of a reshape, a pointwise op or the gradient of rows with eager's strides.
+
+    The input's gradient of a layer norm and of a log-softmax is contiguous, and torch's fake tensors lay it out like the gradient
+    that the op is given (torch 2.13). Swin gives its last norm one whose rows were turned to be averaged.
 
     A dim of one image may have any stride, and torch's fake tensors give it another one than eager does. Convolutions and norms
     look at it: they take such an image for channels last in one case and not in the other, and so does all that follows.
@@ -135,6 +142,8 @@ def laid_as_in_eager(node: torch.fx.Node, value: Any, args: Any, kwargs: Any) ->
         args: what it is given, as fake tensors and numbers.
         kwargs: the same, by name.
     """
+    if node.target in CONTIGUOUS:
+        return _contiguous(value[0], value) if isinstance(value, tuple | list) else _contiguous(value, value)
     if not isinstance(value, torch.Tensor) or value.dim() not in (4, 5) or value.shape[0] != 1 or not is_plain_fake(value):
         return value
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -150,6 +159,14 @@ def laid_as_in_eager(node: torch.fx.Node, value: Any, args: Any, kwargs: Any) ->
         given = [_meta(torch.tensor(one)) if is_number else one for one, is_number in zip(given, numbers, strict=True)]
         strides = node.target(*given, **named).stride()
     return value if strides == value.stride() else value.as_strided(value.shape, strides, value.storage_offset())
+
+
+def _contiguous(first: Any, value: Any) -> Any:
+    """Return a result with its first tensor contiguous; itself where it is."""
+    if not isinstance(first, torch.Tensor) or first.is_contiguous() or not is_plain_fake(first):
+        return value
+    laid = first.new_empty(first.shape)
+    return laid if value is first else (laid, *value[1:])
 
 
 def _meta(value: torch.Tensor) -> torch.Tensor:

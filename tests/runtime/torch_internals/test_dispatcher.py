@@ -226,3 +226,18 @@ def test_the_second_pass_of_a_checkpoint_ends_where_the_context_does(is_whole):
     checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
     assert passed == ["context", "function", *(["context"] if is_whole else [])]
     assert not dispatcher.saves_through_hooks()
+
+
+def test_hooks_on_leaves_get_tensors_alone_and_can_be_removed():
+    leaf, seen = torch.ones(2, requires_grad=True), []
+    handle = leaf.register_hook(lambda gradient: seen.append(gradient) or 2 * gradient)
+    result = leaf * 3
+    for _ in range(2):
+        dispatcher.call_hooks_with_tensors_alone(source for source, _ in result.grad_fn.next_functions)
+    (hook,) = leaf._backward_hooks.values()
+    assert hook(None) is None and not seen
+    result.sum().backward(retain_graph=True)
+    assert len(seen) == 1 and torch.equal(leaf.grad, torch.full((2,), 6.0))
+    handle.remove()
+    result.sum().backward()
+    assert len(seen) == 1 and torch.equal(leaf.grad, torch.full((2,), 9.0))

@@ -128,3 +128,26 @@ def test_which_arguments_a_call_writes_to():
     assert fake_mode.written_arguments(lambda *args: args[0] / 2, args) == frozenset()
     assert fake_mode.written_arguments(lambda *args: bool(args[0].sum() > 0), args) == frozenset()
     assert all(torch.equal(one, torch.zeros_like(one)) for one in args[1:])
+
+
+def test_gradients_of_rows_have_the_strides_of_eager():
+    """The gradient that the op is given has its rows turned, as one that comes from a mean over tokens."""
+    rows, turned, weight = torch.randn(2, 6, 4), torch.randn(2, 4, 6).transpose(1, 2), torch.ones(4)
+    _, mean, scale = torch.ops.aten.native_layer_norm(rows, [4], weight, weight, 1e-5)
+    calls = {
+        torch.ops.aten.native_layer_norm_backward: (turned, rows, [4], mean, scale, weight, weight, [True, True, False]),
+        torch.ops.aten._log_softmax_backward_data: (turned, rows, -1, torch.float32),
+    }
+    for op, args in calls.items():
+        graph = torch.fx.Graph()
+        given = [graph.placeholder(f"x{n}") if isinstance(one, torch.Tensor) else one for n, one in enumerate(args)]
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        holders = [one for one in given if isinstance(one, torch.fx.Node)]
+        for node, fake in zip(holders, fake_mode.fake_tensors(tensors), strict=True):
+            node.meta["val"] = fake
+        node = graph.call_function(op.default, tuple(given))
+        graph.output(node)
+        found = fake_mode.fake_result(torch.fx.GraphModule({}, graph), node)
+        theirs = op(*args)
+        pairs = zip(*((one if isinstance(one, tuple) else (one,)) for one in (found, theirs)), strict=True)
+        assert all(one is other is None or one.stride() == other.stride() for one, other in pairs), op

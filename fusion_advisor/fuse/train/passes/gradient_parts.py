@@ -6,14 +6,40 @@ calls does one of these, so torch is as fast, and either can join a chain of its
 
 from __future__ import annotations
 
+import contextlib
 import operator
 
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor.runtime.torch_internals import fake_mode
+
 _BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _MASK = 7
 """Position of the argument that says which gradients are wanted."""
+
+
+def lay_gradients_as_in_eager(graph_module: GraphModule) -> GraphModule:
+    """Give gradients of rows, and what reads them, the strides of eager; returns the graph.
+
+    Torch traces the op with others, see ``fake_mode.laid_as_in_eager``. What cannot run on eager's strides keeps its trace.
+
+    Args:
+        graph_module: one of AOTAutograd's passes; it is changed.
+    """
+    relaid: set[Node] = set()
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function" or "val" not in node.meta:
+            continue
+        before = node.meta["val"]
+        with contextlib.suppress(RuntimeError):
+            if not relaid.isdisjoint(node.all_input_nodes):
+                node.meta["val"] = fake_mode.fake_result(graph_module, node)
+            elif node.target in fake_mode.CONTIGUOUS:
+                node.meta["val"] = fake_mode.laid_as_in_eager(node, before, (), {})
+        if node.meta["val"] is not before:
+            relaid.add(node)
+    return graph_module
 
 
 def split_norm_gradients(graph_module: GraphModule) -> GraphModule:
