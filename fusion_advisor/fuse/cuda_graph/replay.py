@@ -18,40 +18,29 @@ call of a signature runs launch by launch, the second is recorded and replayed. 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
 
 from fusion_advisor import units
 from fusion_advisor.errors import HalfWritten
-from fusion_advisor.fuse.cuda_graph.capturable import UNDO_BYTES, has_collectives, host_work, saved_inputs, writes_of
+from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
 from fusion_advisor.fuse.cuda_graph.recording import (
     Outputs,
     Recorder,
     Recording,
-    backend_flags,
-    layout_of,
-    results_of,
 )
-from fusion_advisor.fuse.cuda_graph.region_inputs import Undo, sort_inputs
-from fusion_advisor.fuse.cuda_graph.tail import LeftOut, left_out
-from fusion_advisor.fuse.cuda_graph.watched_run import Watched
-from fusion_advisor.fuse.rewrite.derived_tensors import Held
-from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
+from fusion_advisor.fuse.rewrite.launch_count import total
 from fusion_advisor.runtime.fallback_warning import warn_caller
-from fusion_advisor.runtime.torch_internals import tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
 
 MOST_RECORDINGS = 32
 """Recordings kept per model; the one that was replayed longest ago goes first. They share the memory of what lies in between."""
 _MOST_MOVES = 3
 """A step whose inputs' addresses changed this often in a row is not recorded again: recording costs more than it saves."""
-_MOST_WAITS = 64
 
 
 @dataclass(slots=True)
@@ -284,117 +273,3 @@ class Graphs:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
         if self.refusals[reason] == 1:
             warn_caller(f"fusion-advisor runs this call without its CUDA graph: {reason}")
-
-
-@dataclass(slots=True, eq=False)
-class GraphedRegion:
-    """A rewritten region under one set of dynamo's guards: what dynamo calls when they hold."""
-
-    module: GraphModule
-    names: tuple[str, ...]
-    graphs: Graphs
-    refusal: str | None = None
-    waits: int = 1
-    """Calls that still run launch by launch before one is recorded."""
-    moves: int = 0
-    tallies: tuple[Tally, ...] = field(init=False)
-    _patience: int = 1
-    _written: frozenset[int] = field(init=False)
-    _is_pure: bool = field(init=False)
-    _saved: tuple[int, ...] | None = field(init=False)
-    """Places of the inputs that must be put back after a replay in vain; None where that would not undo it."""
-
-    def __post_init__(self) -> None:
-        self.refusal = host_work(self.module, holds_collectives=self.graphs.meet is not None)
-        self._written, self._is_pure = writes_of(self.module)
-        self._saved = saved_inputs(self.module)
-        self.tallies = tallies_in([self.module])
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the region on dynamo's inputs."""
-        return self.graphs.region(self, args)
-
-    def wait_longer(self) -> None:
-        """Be recorded again after twice as many calls as last time: more shapes take turns than may be recorded."""
-        self._patience = self.waits = min(2 * self._patience, _MOST_WAITS)
-
-    def plain(self, *args: Any) -> Any:
-        """Run it launch by launch."""
-        return self.module.forward(*args)
-
-    def record(
-        self,
-        recorder: Recorder,
-        args: Sequence[Any],
-        leaves: Sequence[torch.Tensor],
-        objects: Sequence[Any] = (),
-        *,
-        outputs: Outputs = "clone",
-    ) -> Recording:
-        """Record the region for inputs like these.
-
-        Raises:
-            CannotRecord: naming the op and the line at which recording stopped.
-        """
-        inputs = sort_inputs(args, leaves, self._written)
-        self._require_one_device(inputs.values)
-        slots_of_copies = [copy.slot for copy in inputs.copies]
-        after_graph = left_out(self.module, slots_of_copies, inputs.values) if outputs == "clone" else {}
-        runner = Watched(self.module, _stand_ins(after_graph))
-        undo = self._undo(inputs.values)
-
-        def step() -> Any:
-            undo.save()
-            return runner.run(*inputs.values)
-
-        try:
-            play, result = recorder.record(step)
-        except CannotRecord as error:
-            raise CannotRecord(f"{error} ({runner.where()})") from error
-        slots = inputs.slots
-        used = [args[slot] for slot in slots]
-        read_after_graph = {slot for last in after_graph.values() for slot in last.slots}
-        watched = [slot for slot in slots if slot in self._written or slot in read_after_graph]
-        gone: list[weakref.ref[Any]] = []
-        is_list = isinstance(result, tuple | list)
-        memories, results = results_of(list(result) if is_list else [result], inputs.values, after_graph)
-        return Recording(
-            name=", ".join(self.names[slot] for slot in slots_of_copies),
-            play=play, copies=inputs.copies, slots=slots, others=inputs.others,
-            read=tuple(tensor_memory.storage_reference(tensor, gone.append) for tensor in used),
-            watched=tuple(weakref.ref(args[slot], gone.append) for slot in watched), watched_slots=tuple(watched),
-            watched_addresses=tensor_memory.Addresses([args[slot] for slot in watched]),
-            layouts={place: layout_of(args[slot]) for place, slot in enumerate(watched) if slot in read_after_graph},
-            gone=gone, addresses=tensor_memory.Addresses(used),
-            folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
-            meet=self.graphs.meet if has_collectives(self.module) else None,
-            saved=undo.pairs(), objects=tuple(map(weakref.ref, objects)),
-            memories=memories, results=results, kind=type(result) if is_list else torch.Tensor,
-        )  # fmt: skip
-
-    def _require_one_device(self, values: Sequence[Any]) -> None:
-        """Refuse inputs that a CUDA graph cannot read.
-
-        Raises:
-            CannotRecord: they lie on several devices, or one lies in host memory.
-        """
-        devices = {value.device for value in values if isinstance(value, torch.Tensor)}
-        if len(devices) > 1:
-            on_host = [self.names[slot] for slot, value in enumerate(values) if getattr(value, "is_cpu", False)]
-            raise CannotRecord(f"it reads `{on_host[0]}` in host memory" if on_host else "its inputs lie on several devices")
-
-    def _undo(self, values: Sequence[Any]) -> Undo:
-        """Make room for copies of the inputs that the region writes to, unless these are too large or would not undo it."""
-        written = [values[slot] for slot in self._saved or ()]
-        can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= UNDO_BYTES
-        written = written if can_undo else []
-        with torch.inference_mode(False):
-            return Undo(can_undo=can_undo, written=tuple(written), saved=tuple(map(torch.empty_like, written)))
-
-
-def _folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:
-    return tuple(version for node in module.graph.nodes if isinstance(node.target, Held) for version in node.target.versions)
-
-
-def _stand_ins(after_graph: Mapping[int, LeftOut]) -> dict[Node, Node]:
-    return {node: source for last in after_graph.values() for node, source in last.stand_ins.items()}

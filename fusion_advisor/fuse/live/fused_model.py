@@ -21,7 +21,8 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError, HalfWritten
-from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
+from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.live.call_difference import CONTINUOUS_BATCHING, describe_difference, is_continuous_batching
 from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, parts_of, sharing, signature
@@ -291,13 +292,10 @@ class FusedModel(InPlace):
                 table.sharing = sharing(leaves)
             self._launches.include(table.modules)
             for piece in table.pieces:
-                wrap = self._graphed if self.graphs is not None and table.may_record else None
+                graphs = self.graphs if table.may_record else None
+                wrap = None if graphs is None else functools.partial(GraphedRegion, graphs=graphs)
                 piece.start(self.model, wrap, self._rewritten.other, functools.partial(setattr, self, "traced_because"))
                 self._guard.watch(piece.code)
-
-    def _graphed(self, module: GraphModule, names: tuple[str, ...]) -> GraphedRegion:
-        assert self.graphs is not None
-        return GraphedRegion(module, names, self.graphs)
 
     def specialize(self, *args: Any, **kwargs: Any) -> Specialised | None:
         """Make the kept kernels serve another call too: captured, bound to its sizes and checked, not tuned or timed again.

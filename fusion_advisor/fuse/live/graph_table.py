@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.fx_nodes import code_digests
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
+from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.slot.counters import Fallbacks
 from fusion_advisor.runtime.torch_internals import dynamo, fake_mode
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of, dim_size
-from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion
+from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
 from fusion_advisor.fuse.shapes.pieces import Box
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.torch_internals import symbolic_sizes

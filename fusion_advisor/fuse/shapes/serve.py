@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
-from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion
+from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
 from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.shapes.call_form import CallParts, Row, pattern_of, sizes_in
 from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding

@@ -14,8 +14,9 @@ from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.errors import HalfWritten
 from fusion_advisor.fuse.cuda_graph import replay
 from fusion_advisor.fuse.cuda_graph.capturable import host_work
+from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
 from fusion_advisor.fuse.cuda_graph.recording import backend_flags
-from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.call_signature import signature
 from fusion_advisor.fuse.live.fused_model import FusedModel
