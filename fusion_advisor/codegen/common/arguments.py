@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
+from fusion_advisor.codegen.common.value_names import C_KEYWORDS, KERNEL_WORDS, Identifiers
 from fusion_advisor.ir.program import (
     ADDRESSED,
     ITEM_BYTES,
@@ -35,16 +36,6 @@ MAX_RESIDENT_COLS = 16384
 
 INT32_SAFE = 2**31 - 2**24
 """Below this an index fits in 32 bits; the margin is for the part of the last tile that lies past the end."""
-
-_C_KEYWORDS = frozenset(
-    """auto bool break case char class const continue default delete do double else enum extern float for goto if inline int long
-    namespace new operator private public register return short signed sizeof static struct switch template this typedef union
-    unsigned using void volatile while""".split()  # noqa: SIM905  # words are read as text
-)
-_STRUCTURE = frozenset(
-    """row col rows cols index size outer tile tl triton lane lanes first step mask row_mask col_mask col_tiles row_tiles
-    start item item_mask item_col_mask shared_col""".split()  # noqa: SIM905  # words are read as text
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +169,7 @@ class Schedule:
 def pointer_names(program: Program) -> tuple[str, ...]:
     """The argument of each operand."""
     names = (o.name for o in program.operands)
-    return tuple(f"{f'{n}_' if keyword.iskeyword(n) or n in _C_KEYWORDS else n}_ptr" for n in names)
+    return tuple(f"{f'{n}_' if keyword.iskeyword(n) or n in C_KEYWORDS else n}_ptr" for n in names)
 
 
 def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
@@ -229,7 +220,7 @@ class _Arguments:
     def __init__(self, program: Program, loop_names: tuple[str, ...]) -> None:
         self._program = program
         self._operands = [name.removesuffix("_ptr") for name in pointer_names(program)]
-        self.names = _Names({f"{name}_ptr" for name in self._operands} | _STRUCTURE | _C_KEYWORDS)
+        self.names = Identifiers({f"{name}_ptr" for name in self._operands} | KERNEL_WORDS | C_KEYWORDS)
         for name in loop_names:
             self.names.take(name, exact=True)
         self.arguments: list[tuple[str, int]] = []
@@ -348,21 +339,6 @@ def kept(definitions: list[str], body: list[str]) -> list[str]:
         if any(re.search(rf"\b{name}\b(?!=)", user) for user in (*found, *body)):
             found.insert(0, line)
     return found
-
-
-class _Names:
-    """Hands out identifiers, each once."""
-
-    def __init__(self, taken: set[str]) -> None:
-        self.taken = taken
-
-    def take(self, name: str, *, exact: bool = False) -> str:
-        candidate, count = name, 1
-        while candidate in self.taken and not exact:
-            count += 1
-            candidate = f"{name}_{count}"
-        self.taken.add(candidate)
-        return candidate
 
 
 def _largest_places(program: Program) -> list[int]:

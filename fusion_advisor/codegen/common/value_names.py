@@ -12,6 +12,14 @@ from fusion_advisor.ir.program import COMPARES, LOGIC, REDUCTIONS, Program, Valu
 if TYPE_CHECKING:
     from fusion_advisor.codegen.common.arguments import Schedule
 
+_C = """auto bool break case char class const continue default delete do double else enum extern float for goto if inline int long
+    namespace new operator private public register return short signed sizeof static struct switch template this typedef union
+    unsigned using void volatile while"""
+_OF_KERNELS = """row col rows cols index size outer tile tl triton lane lanes first step mask row_mask col_mask col_tiles
+    row_tiles start item item_mask item_col_mask shared_col"""
+C_KEYWORDS = frozenset(_C.split())
+KERNEL_WORDS = frozenset(_OF_KERNELS.split())
+"""What kernels' own lines name."""
 LONGEST = 72
 """Characters of an expression that is written inside another one."""
 _WORDS = {
@@ -33,6 +41,26 @@ def is_named_always(program: Program, number: int) -> bool:
     uses = Counter(arg for v in program.values for arg in (*v.args, *(() if v.guard is None else (v.guard,))))
     uses.update(need for store in program.stores for need in store.needs)
     return uses[number] > 1 or value.op in REDUCTIONS or value.op in ("load", "inside", "dropout")
+
+
+class Identifiers:
+    """Hands out identifiers, each once.
+
+    Args:
+        taken: those that mean something else.
+    """
+
+    def __init__(self, taken: set[str]) -> None:
+        self.taken = taken
+
+    def take(self, name: str, *, exact: bool = False) -> str:
+        """Return a name that nothing else has; with ``exact`` this one, whatever has it."""
+        candidate, count = name, 1
+        while candidate in self.taken and not exact:
+            count += 1
+            candidate = f"{name}_{count}"
+        self.taken.add(candidate)
+        return candidate
 
 
 class ValueNames:
