@@ -1,8 +1,7 @@
 """What an output holds at masked places, apart from its other numbers.
 
-``finfo.min`` and -1e9 are no results: they are as large as the mask's author wished. In the norm of an output they hide every
-error of the numbers beside them. A copy of the model in a wider dtype fills with that dtype's least number, for which eager's
-dtype has no bits.
+``finfo.min`` and -1e9 are no results: the mask's author chose them. In the norm of an output they hide every error of the numbers
+beside them. A copy of the model in a wider dtype fills with that dtype's least number, and eager's dtype cannot hold it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from fusion_advisor.verify.pieces import pieces
 
 _LEAST, _STEP = 1e3, 1e3
-"""A fill is at least so large, and so many times as large as any number beside it: logits stay below 100."""
+"""A fill is at least 1,000, and at least 1,000 times any number beside it. Logits stay below 100."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

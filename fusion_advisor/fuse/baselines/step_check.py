@@ -11,6 +11,7 @@ random step the wider one draws other numbers: there such a gradient is one that
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from fusion_advisor.records import StepCheck
 from fusion_advisor.verify.accuracy import error_of
 from fusion_advisor.verify.subgraph_oracle import widened
 from fusion_advisor.verify.wide_copies import widened_copy
+
+_logger = logging.getLogger(__name__)
 
 OTHER_NUMBERS = "other random numbers"
 _SEEDS = (1, 2, 3)
@@ -212,7 +215,8 @@ def _wide_step(eager: TrainingWay, wide: torch.dtype) -> _Step | None:
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: widened(one, wide), (eager.args, dict(eager.kwargs)))
         way = TrainingWay(model=twin, args=args, kwargs=kwargs, forward=twin, model_id=eager.model_id)
         return _run(way, 0)[0]
-    except Exception:  # noqa: BLE001 - the model's own code refuses another dtype in whatever way it likes
+    except Exception:  # the model's own code refuses another dtype in whatever way it likes
+        _logger.info("no step of a copy in %s", wide, exc_info=True)
         return None
     finally:
         release_cached_memory()

@@ -186,8 +186,7 @@ def _wide(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype of a copy that is more precise than the model.
 
     Args:
-        loaded: most of its weights, or of what it is given where it has none, are in the dtype that it computes in, whatever it
-            makes of them in between.
+        loaded: most of its weights are in the dtype that it computes in; where it has none, most of its inputs are.
         dtypes: of its floating outputs.
     """
     counts: dict[torch.dtype, int] = {}

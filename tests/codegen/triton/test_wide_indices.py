@@ -151,7 +151,7 @@ CASES = {
     "walked pairs": p.normed_pairs(2, 2**30 + 5),
     "tiled": p.swiglu(2**16 + 1, 2**15 + 3, is_split=True),
     "tiled pairs": p.rope_pairs(2, 32, 2**20 + 1, 64),
-    "pairs beside a row": p.pairs_of_less(3, 2**30 + 1),
+    "pairs and a row": p.pairs_of_less(3, 2**30 + 1),
 }
 
 

@@ -103,14 +103,19 @@ def test_a_backward_pass_uses_memory_of_what_it_has_read():
     torch.compiler.reset()
 
 
+def third_loss(model):
+    """The loss of a third step, without its backward pass."""
+    step(model, 0), step(model, 1)
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(2)
+    return model(x(2).cuda())[0]
+
+
 def test_what_a_replay_kept_outlives_its_graph(pair):
     compiled, direct, backend = pair
     found = []
     for one in (compiled, direct):
-        step(one, 0), step(one, 1)
-        one.zero_grad(set_to_none=True)
-        torch.manual_seed(2)
-        loss = one(x(2).cuda())[0]
+        loss = third_loss(one)
         if one is compiled:
             backend.graphs.forget()
             gc.collect()
@@ -126,10 +131,7 @@ def test_a_retained_backward_pass_runs_again(pair):
     compiled, direct, backend = pair
     found = []
     for one in (compiled, direct):
-        step(one, 0), step(one, 1)
-        one.zero_grad(set_to_none=True)
-        torch.manual_seed(2)
-        loss = one(x(2).cuda())[0]
+        loss = third_loss(one)
         loss.backward(retain_graph=True)
         loss.backward()
         found.append([parameter.grad for parameter in one.parameters()])
