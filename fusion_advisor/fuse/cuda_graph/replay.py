@@ -81,6 +81,7 @@ class Graphs:
         launches: generated kernels that replays launched, less those that were counted while a graph was
             recorded: none runs then.
         padded: calls that ran in a graph of larger sizes.
+        ahead: replays that were launched ahead of the guards.
         meet: waits until all ranks took back what they had launched in vain. It is given where all ranks record together, so that
             a graph may hold what NCCL does.
     """
@@ -93,6 +94,7 @@ class Graphs:
         self.meet = meet
         self.launches = 0
         self.padded = 0
+        self.ahead = 0
         self._outputs = outputs
         self.refusals: dict[str, int] = {}
         self._recorder = recorder
@@ -164,6 +166,7 @@ class Graphs:
             if recording is not None and self._may_run_ahead and recording.may_be_undone(objects) and recording.is_in_place():
                 recording.replay(leaves)
                 self.launches += recording.launches
+                self.ahead += 1
                 under_way.launched = recording
             try:
                 if under_way.launched is not None:

@@ -53,13 +53,14 @@ def test_ranks_that_record_together_launch_ahead_and_meet_where_it_was_in_vain(m
         x = torch.randn(4, 32)
         assert torch.equal(fused(x), model.lin(x) * 1.0 + x)
     assert (recorder.recorded, recorder.replayed, met) == (1, 3, []) and not fused.graphs.refusals
+    assert fused.graphs.ahead == 2
     (recording,) = fused.graphs.recordings
     assert recording.may_be_undone(())
     model.scale = 2.0  # a guard fails after the launch
     x = torch.randn(4, 32)
     with pytest.warns(UserWarning, match="original ops"):
         assert torch.equal(fused(x), model.lin(x) * 2.0 + x)
-    assert (recorder.replayed, met) == (4, [4])
+    assert (recorder.replayed, fused.graphs.ahead, met) == (4, 3, [4])
 
 
 def test_a_rank_that_launched_in_vain_alone_ends(model):

@@ -99,7 +99,8 @@ def test_a_backward_pass_uses_memory_of_what_it_has_read():
     loss.backward()
     assert backend.graphs.replays == [1, 1]
     # Twelve gradients of weights lie where eleven activations were: by themselves they and what lies between would take fifteen.
-    assert (backend.graphs.pool_bytes - kept_bytes) / rows.nbytes < 8
+    units = (backend.graphs.pool_bytes - kept_bytes) / rows.nbytes
+    assert units < 8
     torch.compiler.reset()
 
 
