@@ -275,9 +275,9 @@ def test_a_peer_with_a_wrong_loss_is_a_row_that_says_so(monkeypatch):
     model, kwargs = made()
     loaded = types.SimpleNamespace(model=model)
     peers = training_peers(loaded, functools.partial(way_of, model, kwargs), on_cuda=True, max_autotune=True)
-    assert [one.name for one in peers] == [f"{COMPILED}default", f"{COMPILED}{AUTOTUNED}", "Liger"]
+    assert [one.name for one in peers] == [f"{COMPILED}default", "Liger", f"{COMPILED}{AUTOTUNED}"]
     seen = []
-    eager, ours, liger = measured(model, kwargs, peers[-1:], on_required=seen.append)
+    eager, ours, liger = measured(model, kwargs, peers[1:2], on_required=seen.append)
     assert [[row.name for row in rows] for rows in seen] == [[EAGER, OURS], [EAGER, OURS, "Liger"]]
     assert eager.is_right and ours.is_right and not liger.is_right and "its loss is" in liger.check.reason
     for row in (eager, ours, liger):
@@ -335,7 +335,7 @@ def test_torch_compile_of_both_passes_is_timed_and_checked():
     model, kwargs = made(0.1)
     loaded = types.SimpleNamespace(model=model)
     peers = training_peers(loaded, functools.partial(way_of, model, kwargs), on_cuda=False, max_autotune=True)
-    _, _, default, autotuned = measured(model, kwargs, peers[:2])
+    _, _, default, autotuned = measured(model, kwargs, peers[::2])
     for row in (default, autotuned):
         assert row.is_right and row.check.oracle == OTHER_NUMBERS and row.with_optimizer, row
     torch.compiler.reset()
