@@ -28,7 +28,7 @@ WAYS = {
     OURS: "Ours",
 }  # fmt: skip
 """Columns of the table, by the names of the report."""
-WORDS = ("--phase", "train", "--weights", "random", "--dtype", "bf16", "--offline", "--max-autotune", "--drop-logits")
+WORDS = ("--phase", "train", "--weights", "random", "--dtype", "bf16", "--offline", "--drop-logits")
 """Of every row's command."""
 _PATIENCE_S = 30.0
 """For a run to write what it has, after the interrupt at its limit."""
@@ -207,7 +207,11 @@ def main(arguments: Sequence[str] | None = None, runner: Callable[..., int] = ru
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for one row; then it is interrupted")
     parser.add_argument("--for", type=float, default=float("inf"), dest="total", help="seconds for all; no row goes past them")
+    parser.add_argument(
+        "--no-max-autotune", action="store_true", help="leave torch.compile's slowest mode out: minutes for each row"
+    )
     asked = parser.parse_args(words[:split])
+    options = [*([] if asked.no_max_autotune else ["--max-autotune"]), *words[split + 1 :]]
     try:
         rows = [row_of(text) for text in asked.rows] or list(ROWS)
     except ValueError as error:
@@ -218,7 +222,7 @@ def main(arguments: Sequence[str] | None = None, runner: Callable[..., int] = ru
         left_s = asked.total - (time.monotonic() - began) - 2 * _PATIENCE_S
         if is_done(report_of(row, to)) or left_s <= 0:
             continue
-        code = runner(row, to, words[split + 1 :], min(asked.limit, left_s))
+        code = runner(row, to, options, min(asked.limit, left_s))
         print(f"{row.name}: exit code {code}", flush=True)
         write(rows, to)
     write(rows, to)

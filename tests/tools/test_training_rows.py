@@ -25,8 +25,8 @@ def test_rows_are_named_or_spelled_out_and_all_resolve_offline():
     assert all(find_preset(row.model) for row in ROWS) and len({row.name for row in ROWS}) == len(ROWS) == 6
     words = command(ROWS[0], ROWS[0].name, ["--quick"])
     assert " ".join(words[4:]) == (
-        "meta-llama/Llama-3.2-1B --batch 4 --seq-len 2048 --phase train --weights random --dtype bf16 --offline --max-autotune "
-        "--drop-logits --quick -o llama-3.2-1b --force"
+        "meta-llama/Llama-3.2-1B --batch 4 --seq-len 2048 --phase train --weights random --dtype bf16 --offline --drop-logits "
+        "--quick -o llama-3.2-1b --force"
     )
     assert "--seq-len" not in command(row_of("vit-base"), "x", ())
 
@@ -48,11 +48,12 @@ def test_a_second_call_goes_on_with_what_is_not_finished(tmp_path, capsys):
     assert main(words, runner) == 2
     assert "no report" in (tmp_path / "rows.md").read_text() and "; interrupted |" in (tmp_path / "rows.md").read_text()
     assert main(words, runner) == 0
-    assert ran == [(name, ("--quick",)) for name in ("gpt2", "vit-base", "bert-large", "vit-base", "bert-large")]
+    assert ran == [(name, ("--max-autotune", "--quick")) for name in ("gpt2", "vit-base", "bert-large", "vit-base", "bert-large")]
     assert main([*words[:5], "--for", "0"], runner) == 0 and len(ran) == 5
+    assert main(["gpt2", "--no-max-autotune", "-o", str(tmp_path / "quickly")], runner) == 0 and ran[-1] == ("gpt2", ())
     found = json.loads((tmp_path / "rows.json").read_text())
     assert [one["name"] for one in found] == ["gpt2", "vit-base", "bert-large"]
-    assert capsys.readouterr().out.count("| openai-community/gpt2 | 32 x 1,024 |") == 3
+    assert capsys.readouterr().out.count("| openai-community/gpt2 | 32 x 1,024 |") == 4
 
 
 def test_figures_hold_every_way_and_the_ratio_is_against_the_best_that_is_right():
