@@ -40,6 +40,7 @@ class _Output:
         is_exact: it holds integers as floats, for which there is no tolerance.
         least_factor: so many times eager's own error may be at least.
         drawn: errors of eager's ops with other rounding (relative L2).
+        floor: relative error that is rounding alone, where eager has no digit right or is the truth itself.
     """
 
     name: str
@@ -52,6 +53,7 @@ class _Output:
     is_exact: bool
     least_factor: float
     drawn: Sequence[float]
+    floor: float
 
     @property
     def is_logits(self) -> bool:
@@ -62,8 +64,14 @@ class _Output:
         unit = unit_of(self.ours.dtype)
         if oracle_name == "eager":
             usual = math.hypot(*self.drawn) / math.sqrt(max(len(self.drawn), 1))
-            return self.between.rel_l2 / max(8 * unit, self.factor * usual)
-        return self.ours_error.rel_l2 / max(self.factor * self.own, unit)
+            return self.between.rel_l2 / max(8 * unit, self.factor * usual, self.floor)
+        floor = self.floor if self.has_no_digit else 0.0
+        return self.ours_error.rel_l2 / max(self.factor * self.own, unit, floor)
+
+    @property
+    def has_no_digit(self) -> bool:
+        """Whether eager's error is as large as the output."""
+        return self.theirs_error.rel_l2 >= 1
 
     @property
     def own(self) -> float:
@@ -77,7 +85,7 @@ class _Output:
         Of a gradient that is zero but for rounding (of a key's bias, under a softmax) eager has no digit right. What is left is
         the rounding of a few rows, however many numbers it is spread over.
         """
-        return _FEW_FACTOR if self.theirs_error.rel_l2 >= 1 else max(self.least_factor, factor_for(self.ours.numel()))
+        return _FEW_FACTOR if self.has_no_digit else max(self.least_factor, factor_for(self.ours.numel()))
 
 
 def factor_for(count: int) -> float:
@@ -99,6 +107,7 @@ def check_model(
     exact: Collection[str] = (),
     least_factor: float = MODEL_FACTOR,
     drawn: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    floors: Mapping[str, float] = MappingProxyType({}),
 ) -> ModelCheck:
     """Compare whole-model outputs; the worst floating output decides.
 
@@ -112,12 +121,15 @@ def check_model(
         least_factor: so many times eager's own error an output's may be at least.
         drawn: by the name of an output, its relative errors in runs of eager's ops with other rounding: of an output with few
             numbers, a loss for one, eager's own error may be small by luck.
+        floors: by the name of an output, the relative error that is rounding alone. It counts where eager has no digit right, and
+            where eager itself is the oracle.
     """
     other = [name for (name, ours), (_, theirs) in zip(fused, eager, strict=True) if ours.shape != theirs.shape]
     if other:
         return _of_other_shapes(other, oracle_name)
     outputs = [
-        replace(one, drawn=drawn.get(one.name, ())) for one in _floating_outputs(fused, eager, oracle, exact, least_factor)
+        replace(one, drawn=drawn.get(one.name, ()), floor=floors.get(one.name, 0.0))
+        for one in _floating_outputs(fused, eager, oracle, exact, least_factor)
     ]
     if not outputs:
         raise ValueError("the model returns no floating tensor")
@@ -185,6 +197,7 @@ def _floating_outputs(
                     is_exact=name in exact,
                     least_factor=least_factor,
                     drawn=(),
+                    floor=0.0,
                 )
             )
     return found
@@ -210,7 +223,8 @@ def _limit(worst: _Output, oracle_name: str, tolerance: Tolerance | None) -> str
         return f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit_of(worst.ours.dtype):.2g} ({units}{drawn})"
     factor = worst.factor
     few = "" if factor == worst.least_factor else f"; {worst.ours.numel()} numbers say little of it"
-    few = "; eager has no digit right" if worst.theirs_error.rel_l2 >= 1 else few
+    few = "; eager has no digit right" if worst.has_no_digit else few
+    few += f", and {worst.floor:.2g} is rounding alone" if worst.has_no_digit and worst.floor else ""
     few += f"; with {len(worst.drawn)} other ways to round, eager's is {worst.own:.2g}" if worst.drawn else ""
     return f"relative error against the oracle ≤ {factor:.2g} × eager's own (or one unit in the last place{few})"
 

@@ -38,6 +38,32 @@ def test_one_gradient_keeps_to_four_times(times, is_passed):
     assert check_gradients(ours, rows(1e-5, 2), lambda _: TRUTH).is_passed is is_passed
 
 
+def bias_rows(size, noise, dtype=torch.float32):
+    """The gradients of a key's weight and bias: the bias's true one has ``size``, of the weight's 1, and is ``noise`` off."""
+    weight, bias, off = (torch.randn(n, generator=seeded(n), dtype=torch.float64) for n in (4000, 500, 501))
+    return [("gradient of k.weight", weight.to(dtype)), ("gradient of k.bias", (size * bias + noise * off[:500]).to(dtype))]
+
+
+@pytest.mark.parametrize(
+    ("size", "noise", "is_passed"),
+    [(1e-18, 3.5e-7, True), (1e-18, 6.5e-7, False), (1e-6, 3.5e-7, False)],
+    ids=["rounding", "more-than-rounding", "eager-has-digits"],
+)
+def test_what_vanishes_may_be_what_rounding_leaves_of_the_weight_beside_it(size, noise, is_passed):
+    truth = bias_rows(size, 0.0, torch.float64)
+    found = check_gradients(bias_rows(size, noise), bias_rows(size, 1e-8), lambda _: truth)
+    assert found.is_passed is is_passed and found.worst == "gradient of k.bias"
+    assert not is_passed or "is rounding alone" in found.limit
+
+
+@pytest.mark.parametrize(("noise", "is_passed"), [(3.5e-7, True), (1e-6, False)])
+def test_what_vanishes_is_compared_with_eagers_rounding_where_there_is_no_truth(noise, is_passed):
+    def none(_, seed=None):
+        raise RuntimeError("no memory for one")
+
+    assert check_gradients(bias_rows(0.0, noise), bias_rows(0.0, 1e-7), none).is_passed is is_passed
+
+
 def test_a_gradient_that_is_missing_is_said():
     with pytest.raises(LostGradient, match="gradient 29"):
         check_gradients(rows(1e-5, 1)[:-1], rows(1e-5, 2), lambda _: TRUTH)
