@@ -46,7 +46,7 @@ class LossTrial:
             reason, _ = self.comparison.checked(step, after)
             is_timed = self.options.is_timed and self.options.memory_budget >= 1  # whoever asks for a budget pays in time
             change = None if reason or not is_timed else self.comparison.timed(step, before, after)
-        return verdict_on_loss(row, reason, change, self._spared_bytes())
+        return verdict_on_loss(row, reason, change, self._spared_bytes(), least_share=self.options.min_gain)
 
     def with_kernels(self, row: GraphRewrite, args: tuple[Any, ...]) -> GraphRewrite | None:
         """Return the verdict with the kernels that both steps get; None where no kernel joins the ops of a chunk.
@@ -65,7 +65,14 @@ class LossTrial:
             self.chunked.optimise(lambda: step.run(self.chunked.call))
             reason, _ = self.comparison.checked(step, self.chunked.call)
             change = None if reason else self.comparison.timed(step, self.whole.call, self.chunked.call)
-            return verdict_on_loss(row, reason, change, self._spared_bytes(), words=" with the kernels of both steps")
+            return verdict_on_loss(
+                row,
+                reason,
+                change,
+                self._spared_bytes(),
+                least_share=self.options.min_gain,
+                words=" with the kernels of both steps",
+            )
         except torch.cuda.OutOfMemoryError:
             return replace(row, reason=f"{row.reason}; {NO_MEMORY}")
 
