@@ -68,6 +68,10 @@ def rows(report: Report) -> tuple[Row, ...]:
             # On a CPU the rounds that judged each rewrite often hold all kept ones too: then nothing is measured twice.
             name = "all together in the step" if report.step_before.method == CPU_TIME else "all together, measured again"
             add("other", name, again_ns, note="the final measurement of all rewrites, less their sum")
+    if untimed_ns := _untimed_ns(report, clock, counted_ns):
+        add(
+            "other", "rewrites that were not timed in the step", untimed_ns, note="kernel time of two traced steps, less what was"
+        )
     for call in report.rewrites if clock != DEVICE_TIME else ():
         if call.stage is RewriteStage.CALL and call.status is Status.KEPT and call.step_delta_ns is not None:
             add("rewrite", visible(call.name, 120), call.step_delta_ns, call.step_delta_ci_ns, "timed on the whole call")
@@ -118,6 +122,18 @@ def _captured_extra_ns(report: Report) -> int:
     if report.captured is None or report.step_before is None or report.environment.device_kind == "cpu":
         return 0
     return report.captured.device_ns - report.before.device_ns
+
+
+def _untimed_ns(report: Report, clock: str, counted_ns: int) -> int:
+    """Change of the traced kernel time beside what was timed; 0 where the step was timed as a whole, or each kept fusion in it.
+
+    ``--quick`` chooses the kernels of a training step by their own times.
+    """
+    kept = [row for row in report.fusions if row.status is Status.KEPT]
+    is_timed = report.step_before is not None or all(row.step_delta_ns is not None for row in kept)
+    if is_timed or report.after is None or clock == DEVICE_TIME or report.environment.device_kind == "cpu":
+        return 0
+    return report.after.device_ns - report.before.device_ns - counted_ns
 
 
 def _back_to_back_ns(report: Report, clock: str, before: Timing, after: Timing) -> int:

@@ -93,3 +93,16 @@ def test_what_all_rewrites_save_together_is_not_called_a_second_measurement_on_a
     )  # fmt: skip
     assert "all together in the step" in [row.name for row in rows(by_cpu)]
     assert not any("again" in row.name for row in rows(by_cpu))
+
+
+def test_kernels_that_were_not_timed_in_the_step_are_not_called_host_time() -> None:
+    report = applied()
+    assert report.before is not None and report.after is not None and report.fusions
+    kept = [row for row in report.fusions if row.status is Status.KEPT]
+    untimed = tuple(replace(row, step_delta_ns=None, step_delta_ci_ns=None) for row in kept)
+    training = replace(report, step_before=None, step_after=None, captured=None, fusions=untimed, rewrites=())
+    (kernels,) = [row for row in rows(training) if row.name == "rewrites that were not timed in the step"]
+    assert kernels.delta_ns == report.after.device_ns - report.before.device_ns < 0 and "traced" in kernels.note
+    timed = tuple(replace(row, step_delta_ns=-1000) for row in untimed)
+    for shown in (replace(training, fusions=timed), report):
+        assert not any("not timed" in row.name for row in rows(shown))
