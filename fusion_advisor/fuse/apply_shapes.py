@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from fusion_advisor import units
+from fusion_advisor.autotune.build_ahead import BuildAhead
+from fusion_advisor.autotune.start_compilers import building_ahead
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
@@ -104,6 +106,8 @@ class _Shapes:
     original: Callable[..., Any]
     kept: Collection[str] = ()
     """Ids of rewrites of the example's plan."""
+    ahead: BuildAhead | None = None
+    """Compiles kernels side by side."""
     pads: bool = False
     """Whether calls may run in CUDA graphs of larger shapes, where it is proved that padding changes nothing."""
     refused: set[str] = field(default_factory=lambda: {name for name, one in PASSES.items() if one.needs_numbers})
@@ -132,7 +136,7 @@ class _Shapes:
 
 def serve_shapes(
     fused: FusedModel, loaded: LoadedWorkload, options: ApplyOptions, calls: Sequence[RangedCall], bandwidth: Bandwidth,
-    progress: Progress, instruments: Instruments = MEASURED, kept: Collection[str] = (),
+    progress: Progress, instruments: Instruments = MEASURED, kept: Collection[str] = (), ahead: BuildAhead | None = None,
 ) -> tuple[ShapeRanges, tuple[dict[str, Any], ...]]:  # fmt: skip
     """Let a fused model serve ranges of sizes.
 
@@ -145,6 +149,7 @@ def serve_shapes(
         progress: gets lines.
         instruments: measure and decide.
         kept: ids of rewrites that were kept for the example call: changes of layouts among them are made here too.
+        ahead: compiles kernels side by side.
 
     Returns:
         The record of it, and what each piece needs to start without a trace.
@@ -157,7 +162,7 @@ def serve_shapes(
     for call in calls:
         work = _Shapes(
             loaded=loaded, options=options, ranged=call, bandwidth=bandwidth, progress=progress, instruments=instruments,
-            original=original, kept=kept, pads=fused.graphs is not None,
+            original=original, kept=kept, ahead=ahead, pads=fused.graphs is not None,
         )  # fmt: skip
         served = []
         for piece in call.pieces(work.capture):
@@ -197,11 +202,19 @@ def with_shapes(
         return run
     with (
         clock.phase("shapes"), current_device(torch.device(loaded.record.device)),
-        kept_as_it_is(loaded.model, loaded.args, loaded.kwargs),
+        kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), building_ahead(loaded.record.device, progress.warn) as ahead,
     ):  # fmt: skip
         is_exact_plan = run.fused.is_applied
         found, starts = serve_shapes(
-            run.fused, loaded, options, calls, run.report.bandwidth, progress, instruments, kept_ids(run.report.rewrites)
+            run.fused,
+            loaded,
+            options,
+            calls,
+            run.report.bandwidth,
+            progress,
+            instruments,
+            kept_ids(run.report.rewrites),
+            ahead,
         )
         pair = _exact_and_general(run.fused, loaded, instruments) if options.is_timed and is_exact_plan else None
         if pair is not None:
@@ -231,7 +244,7 @@ def _served(work: _Shapes, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     names = [one.name for one in work.options.shapes.ranges]
     asked = [with_room(dict(zip(names, point, strict=True))) for point in work.options.shape_points]
     points = points_of(piece.box, most=_MOST_ELEMENTS["cuda" if work.on_cuda else "cpu"], asked=asked)
-    workpiece = Workpiece(piece)
+    workpiece = Workpiece(piece, work.ahead)
     rows, found = [], []
     kernels: dict[str, RenderedKernel] = {}
     for sizes in points:
@@ -279,6 +292,7 @@ def _decided(
     decided = decide_at(
         workpiece.opened, given, work.options, work.bandwidth, work.instruments, Progress(),
         budget_s=_BUDGET_S, only=lambda name: name not in work.refused, written=written,
+        ahead=work.ahead,
     )  # fmt: skip
     fusions, dropped = all_sized(workpiece, decided.fusions)
     dropped += [(name, "it decides by one size") for name in decided.refused]
