@@ -29,17 +29,9 @@ from fusion_advisor.timing.interleaving import Difference
 
 
 def choose(
-    bench: Bench,
-    fusions: list[Fusion],
-    built: list[BuiltFusion],
-    options: ApplyOptions,
-    progress: Progress,
-    *,
-    budget_s: float,
-    instruments: Instruments = MEASURED,
-    capture: Capture | None = None,
-    predicts: bool = True,
-) -> tuple[Decision, tuple[GraphRewrite, ...], list[Fusion], list[BuiltFusion]]:
+    bench: Bench, fusions: list[Fusion], built: list[BuiltFusion], options: ApplyOptions, progress: Progress, *, budget_s: float,
+    instruments: Instruments = MEASURED, capture: Capture | None = None, predicts: bool = True,
+) -> tuple[Decision, tuple[GraphRewrite, ...], list[Fusion], list[BuiltFusion]]:  # fmt: skip
     """Time graph passes and fusions in the step and keep what pays.
 
     Args:

@@ -24,11 +24,13 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.ir.program import Program
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
 from fusion_advisor.records import Fusion, Numerics, Receipt, RenderedKernel, Status, TensorMeta, Timing, Tolerance
 from fusion_advisor.timing.interleaving import compare_alone
 from fusion_advisor.timing.kernel_timer import cache_bytes
 from fusion_advisor.verify import check_chain
+from fusion_advisor.verify.known.passed_checks import PassedChecks
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
 
 _SOURCE_CONTEXT = 3
@@ -46,22 +48,11 @@ class Trial:
 
 
 def try_fusion(
-    bench: Bench,
-    planned: PlannedFusion,
-    *,
-    backend: str,
-    fast_math: bool,
-    tolerance: Tolerance | None = None,
-    kernel_dir: Path,
-    seed: int,
-    with_nvtx: bool = False,
-    is_timed: bool = True,
-    log: Callable[[str], None] = lambda _: None,
-    compare: Callable[..., tuple[Timing, Timing]] = compare_alone,
-    tune: Callable[..., Tuned] | None = None,
-    worst: Callable[[str], str] = str,
-    ahead: BuildAhead | None = None,
-) -> Trial:
+    bench: Bench, planned: PlannedFusion, *, backend: str, fast_math: bool, tolerance: Tolerance | None = None, kernel_dir: Path,
+    seed: int, with_nvtx: bool = False, is_timed: bool = True, log: Callable[[str], None] = lambda _: None,
+    compare: Callable[..., tuple[Timing, Timing]] = compare_alone, tune: Callable[..., Tuned] | None = None,
+    worst: Callable[[str], str] = str, ahead: BuildAhead | None = None, passed: PassedChecks | None = None,
+) -> Trial:  # fmt: skip
     """Render, build, check and time one fusion.
 
     Args:
@@ -79,6 +70,7 @@ def try_fusion(
         tune: chooses launch parameters; None: :func:`best_tuning`.
         worst: given what is wrong with the kernel, or an empty text, returns what counts.
         ahead: compiles kernels, and is waited for.
+        passed: checks that no size decides; gets those that pass here.
     """
     base = untried(planned)
     chain, roots = bench.first_site(planned)
@@ -91,7 +83,9 @@ def try_fusion(
         call = fused_call(name, launch, inputs, outputs, in_place=chain.in_place)
         checked = fused_call(name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
         with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
-            numerics = check_chain.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math, tolerance=tolerance)
+            numerics = _numerics(
+                chain, checked, roots, planned.program, made, passed, seed=seed, fast_math=fast_math, tolerance=tolerance
+            )
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
         return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=worst(str(failure))), built=None)
@@ -105,6 +99,18 @@ def try_fusion(
         if slower is not None:
             return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
     return _installed(bench, planned, made, base)
+
+
+def _numerics(
+    chain: OriginalChain, call: Callable[..., object], roots: Sequence[torch.Tensor], program: Program, made: _Made,
+    passed: PassedChecks | None, *, seed: int, fast_math: bool, tolerance: Tolerance | None,
+) -> Numerics:  # fmt: skip
+    """Check a call's numbers; ``passed`` knows which special numbers it need not see again."""
+    known = PassedChecks() if passed is None else passed
+    key = known.key(chain, program, made.kernel.name, made.built.tuning, fast_math=fast_math, tolerance=tolerance)
+    return check_chain.check_chain(
+        chain, call, roots, seed=seed, fast_math=fast_math, tolerance=tolerance, passed=known.keys, key=key
+    )
 
 
 def untried(planned: PlannedFusion) -> Fusion:
