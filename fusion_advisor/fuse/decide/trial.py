@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,13 +24,12 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.ir.program import Program
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
 from fusion_advisor.records import Fusion, Numerics, Receipt, RenderedKernel, Status, TensorMeta, Timing, Tolerance
 from fusion_advisor.timing.interleaving import compare_alone
 from fusion_advisor.timing.kernel_timer import cache_bytes
 from fusion_advisor.verify import check_chain
-from fusion_advisor.verify.known.passed_checks import PassedChecks
+from fusion_advisor.verify.known.passed_checks import CheckedSite, PassedChecks
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
 
 _SOURCE_CONTEXT = 3
@@ -83,9 +82,9 @@ def try_fusion(
         call = fused_call(name, launch, inputs, outputs, in_place=chain.in_place)
         checked = fused_call(name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
         with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
-            numerics = _numerics(
-                chain, checked, roots, planned.program, made, passed, seed=seed, fast_math=fast_math, tolerance=tolerance
-            )
+            site = CheckedSite(chain=chain, roots=roots, program=planned.program, entry=name, tuning=made.built.tuning)
+            known = PassedChecks() if passed is None else passed
+            numerics = known.check(site, checked, seed=seed, fast_math=fast_math, tolerance=tolerance)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
         return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=worst(str(failure))), built=None)
@@ -95,22 +94,10 @@ def try_fusion(
     if is_timed:
         with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
             pair = functools.partial(compare, lambda: chain.run(roots), lambda: call(*roots), timer=bench.timer)
-            base, slower = _timed(planned, base, pair, on_cuda=bench.on_cuda)
+            base, slower = _timed_once(planned, base, pair, known, site.exact(), on_cuda=bench.on_cuda)
         if slower is not None:
             return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
     return _installed(bench, planned, made, base)
-
-
-def _numerics(
-    chain: OriginalChain, call: Callable[..., object], roots: Sequence[torch.Tensor], program: Program, made: _Made,
-    passed: PassedChecks | None, *, seed: int, fast_math: bool, tolerance: Tolerance | None,
-) -> Numerics:  # fmt: skip
-    """Check a call's numbers; ``passed`` knows which special numbers it need not see again."""
-    known = PassedChecks() if passed is None else passed
-    key = known.key(chain, program, made.kernel.name, made.built.tuning, fast_math=fast_math, tolerance=tolerance)
-    return check_chain.check_chain(
-        chain, call, roots, seed=seed, fast_math=fast_math, tolerance=tolerance, passed=known.keys, key=key
-    )
 
 
 def untried(planned: PlannedFusion) -> Fusion:
@@ -225,6 +212,19 @@ def _timed(
         if not implausible:
             return _with_times(planned, base, *times)
     return replace(base, implausible=implausible, predicted_saving_ns=None), None
+
+
+def _timed_once(
+    planned: PlannedFusion, base: Fusion, compare: Callable[..., tuple[Timing, Timing]], known: PassedChecks, key: Hashable,
+    *, on_cuda: bool,
+) -> tuple[Fusion, str | None]:  # fmt: skip
+    """As :func:`_timed`; a site of which an equal one was timed has its times."""
+    if key in known.times:
+        return _with_times(planned, base, *known.times[key])
+    timed, slower = _timed(planned, base, compare, on_cuda=on_cuda)
+    if timed.chain_before is not None and timed.chain_after is not None:
+        known.times[key] = timed.chain_before, timed.chain_after
+    return timed, slower
 
 
 def _with_times(planned: PlannedFusion, base: Fusion, before: Timing, after: Timing) -> tuple[Fusion, str | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.sizes.one_size import at_one_size
@@ -24,7 +23,7 @@ from fusion_advisor.fuse.shapes.sized_fusion import Point, Workpiece
 from fusion_advisor.ir.sized_program import NoOneProgram
 from fusion_advisor.records import Numerics
 from fusion_advisor.verify import check_chain
-from fusion_advisor.verify.known.passed_checks import PassedChecks
+from fusion_advisor.verify.known.passed_checks import CheckedSite, PassedChecks
 from fusion_advisor.verify.subgraph_oracle import original_chain
 
 
@@ -94,6 +93,5 @@ def _numerics(
     call_in_child(fusion.built, program, roots, inputs, outputs, in_place=chain.in_place)
     launch = fusion.built.bind(program)
     call = fused_call(fusion.kernel.name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
-    how: dict[str, Any] = {"fast_math": fusion.kernel.fast_math, "tolerance": options.tolerance}
-    key = passed.key(chain, program, fusion.kernel.name, fusion.built.tuning, **how)
-    return check_chain.check_chain(chain, call, roots, seed=seed, passed=passed.keys, key=key, **how)
+    where = CheckedSite(chain=chain, roots=roots, program=program, entry=fusion.kernel.name, tuning=fusion.built.tuning)
+    return passed.check(where, call, seed=seed, fast_math=fusion.kernel.fast_math, tolerance=options.tolerance)

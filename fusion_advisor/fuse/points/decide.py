@@ -82,6 +82,11 @@ class RangeWork:
         return _BUDGET_S.get(self.options.effort, _USUAL_BUDGET_S)
 
     @property
+    def may_pad(self) -> bool:
+        """Whether padding is looked at; its reasons name the line of an op."""
+        return self.pads and self.ranged.may_record
+
+    @property
     def on_cuda(self) -> bool:
         """Whether the model is on a GPU."""
         return self.loaded.record.device.startswith("cuda")
@@ -99,8 +104,9 @@ class RangeWork:
         self.progress.note(f"captured with open sizes at {text_of(sizes)}")
         try:
             return capture_open(
-                self.loaded.model, args, kwargs, self.ranged.dims, model_id=self.loaded.record.model_id, with_lines=True
-            )
+                self.loaded.model, args, kwargs, self.ranged.dims, model_id=self.loaded.record.model_id,
+                with_lines=self.may_pad,
+            )  # fmt: skip
         except REFUSALS:
             refuse_sizes(self.loaded, self.ranged, sizes)
             raise

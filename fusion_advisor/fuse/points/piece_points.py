@@ -12,7 +12,7 @@ from fusion_advisor.fuse.points.decide import MOST_ELEMENTS, Decided, RangeWork,
 from fusion_advisor.fuse.points.time_limit import OutOfTime
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Piece, points_of
-from fusion_advisor.fuse.shapes.proved_sizes import prove_sizes
+from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes, prove_sizes
 from fusion_advisor.fuse.shapes.ranged_calls import with_room
 from fusion_advisor.fuse.shapes.serve import ServedPiece, serving
 from fusion_advisor.fuse.shapes.show_padding import ShownPadding
@@ -58,7 +58,8 @@ class PiecePoints:
         work = self._work
         self.piece = replace(self.piece, opened=opened)
         work.starts[self.piece.box] = piece_of(work.loaded.model, opened, work.ranged.name, self.piece.box)
-        self._proved = prove_sizes(opened, self.piece.box) if work.pads else None
+        # Where no graph serves a call nothing is padded, whatever is proved.
+        self._proved = prove_sizes(opened, self.piece.box) if work.may_pad else ProvedSizes() if work.pads else None
         self._changes = change_layouts(opened, work.kept)
         self._workpiece = Workpiece(self.piece, work.ahead)
         self._found.clear()

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from fusion_advisor.records import Tolerance
 from fusion_advisor.verify.check_chain import check_chain
-from fusion_advisor.verify.known.passed_checks import PassedChecks
+from fusion_advisor.verify.known.passed_checks import CheckedSite, PassedChecks
 from fusion_advisor.verify.special_inputs import CLASSES, holds_all_classes, special_inputs
 from tests.kernel_cases import programs
 from tests.verify.test_check_chain import chain_of, gelu, nan_at_one_element, off_at_one_element, right, wrong_tail, zero_tail
@@ -16,10 +17,15 @@ from tests.verify.test_check_chain import chain_of, gelu, nan_at_one_element, of
 KEY = "the kernel"
 
 
-def key(program, tuning="", tolerance=None, fast_math=False, function=gelu):
-    return PassedChecks.key(
-        chain_of(function, torch.randn(4, 8)), program, "fa_it_123456", tuning, fast_math=fast_math, tolerance=tolerance
-    )
+def site(program, tuning="", function=gelu, roots=None):
+    roots = (torch.randn(4, 8),) if roots is None else roots
+    return CheckedSite(
+        chain=chain_of(function, *roots), roots=roots, program=program, entry="fa_it_123456", tuning=tuning
+    )  # fmt: skip
+
+
+def key(program, **given):
+    return site(program, **given).form()
 
 
 def test_sizes_of_which_a_compiler_assumes_the_same_share_a_check():
@@ -39,11 +45,9 @@ def test_another_width_another_program_or_other_assumptions_are_checked_anew(oth
     assert key(programs.rmsnorm(64, 512)) != key(other)
 
 
-def test_another_launch_other_ops_or_limits_are_checked_anew():
+def test_another_launch_or_other_ops_are_checked_anew():
     own = key(programs.rmsnorm(64, 512))
     assert own != key(programs.rmsnorm(64, 512), tuning="8 warps")
-    assert own != key(programs.rmsnorm(64, 512), fast_math=True)
-    assert own != key(programs.rmsnorm(64, 512), tolerance="1e-3")
     assert own != key(programs.rmsnorm(64, 512), function=lambda x: gelu(x) * 2.0)
 
 
@@ -119,3 +123,52 @@ def test_rows_of_all_classes_are_what_the_sets_hold(rows):
     roots = [torch.randn(rows, 8)]
     made = [one for title, one in special_inputs(roots, 0, is_in_place=False) if title.startswith("special rows")]
     assert holds_all_classes(roots) == (sum(len(root) for (root,) in made) >= len(CLASSES))
+
+
+class Kernel:
+    """Counts its calls."""
+
+    def __init__(self, function=right):
+        self.function, self.calls = function, 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.function(x)
+
+
+def passed_at(known, kernel, roots, program=None, tolerance=None, fast_math=False):
+    program = programs.gelu_tanh(tuple(roots[0].shape)) if program is None else program
+    before = kernel.calls
+    found = known.check(site(program, roots=roots), kernel, seed=1, fast_math=fast_math, tolerance=tolerance)
+    return found.is_passed, kernel.calls - before
+
+
+def test_an_equal_site_is_checked_on_its_own_tensors_alone():
+    torch.manual_seed(0)
+    known, kernel = PassedChecks(), Kernel()
+    is_passed, calls = passed_at(known, kernel, (torch.randn(16, 32),))
+    assert is_passed and calls > 5
+    assert passed_at(known, kernel, (torch.randn(16, 32),)) == (True, 1)
+    for other in ((torch.randn(16, 33),), (torch.randn(17, 32),), (torch.randn(32, 16).T,), (torch.randn(16, 32).double(),)):
+        assert passed_at(known, kernel, other)[1] > 5, "other layouts"
+    assert passed_at(known, kernel, (torch.randn(16, 32),), tolerance=Tolerance(rtol=1e-2, atol=1e-2))[1] > 5
+    assert passed_at(known, kernel, (torch.randn(16, 32),), fast_math=True)[1] > 5
+
+
+def test_a_kernel_that_is_wrong_on_the_tensors_of_an_equal_site_is_found():
+    torch.manual_seed(0)
+    known = PassedChecks()
+    special = torch.randn(16, 32)
+    wrong_there = Kernel(lambda x: right(x) + 1e-2 if torch.equal(x, special) else right(x))
+    assert passed_at(known, wrong_there, (torch.randn(16, 32),))[0]
+    is_passed, calls = passed_at(known, wrong_there, (special,))
+    assert not is_passed and calls > 2
+
+
+def test_a_kernel_that_did_not_pass_is_not_known():
+    torch.manual_seed(0)
+    known, kernel = PassedChecks(), Kernel(off_at_one_element)
+    for _ in range(2):
+        is_passed, calls = passed_at(known, kernel, (torch.randn(16, 32),))
+        assert not is_passed and calls > 1
+    assert known == PassedChecks()
