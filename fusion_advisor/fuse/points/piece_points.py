@@ -95,7 +95,8 @@ class PiecePoints:
         work, sizes = self._work, self._points[number]
         first = self._found.get(self._first)
         otherwise = not_decided(sizes, f"not decided: {work.limit.sentence}")
-        if work.options.effort != "quick" or first is None or first.row.reason:
+        is_carried = work.options.effort == "quick" and not work.options.shape_points  # points with a name are decided
+        if not is_carried or first is None or first.row.reason:
             return self._in_full(number, otherwise) if work.limit.has_room_for(_DECIDED) else otherwise
         if not work.limit.has_room_for(_CARRIED):
             return otherwise

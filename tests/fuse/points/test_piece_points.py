@@ -89,6 +89,12 @@ def test_without_quick_each_point_is_decided():
     assert progress.count("at batch") == 2 and not any("with what stays" in note for note in progress.notes)
 
 
+def test_points_that_were_asked_for_are_decided():
+    with torch.no_grad():
+        _, found, _ = ranged(shape_points=((3,), (20,)))
+    assert [(dict(point.sizes)["batch"], point.carried_from) for point in found.pieces[0].points] == [(3, ()), (20, ())]
+
+
 @pytest.fixture
 def point():
     """The work on a piece, the piece, and its largest point with rewrites."""
