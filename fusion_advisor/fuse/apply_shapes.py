@@ -182,7 +182,7 @@ def _in_turn(works: Sequence[RangeWork]) -> list[list[tuple[ServedPiece, ShapePi
     Returns:
         For each call its pieces in the order in which they were captured.
     """
-    finders = [work.ranged.pieces(functools.partial(_captured, work)) for work in works]
+    finders = [work.ranged.finder(functools.partial(_captured, work)) for work in works]
     known: dict[int, tuple[Piece, PiecePoints]] = {}
     done: dict[int, tuple[ServedPiece, ShapePiece]] = {}
     going = list(zip(works, finders, strict=True))

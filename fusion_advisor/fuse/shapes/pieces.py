@@ -53,10 +53,7 @@ def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MO
         capture: at some sizes.
         most: pieces; what is left of the ranges runs the original ops.
     """
-    finder = PieceFinder(ranges, capture, most=most)
-    while finder.next() is not None:
-        pass
-    return finder.found
+    return PieceFinder(ranges, capture, most=most).all()
 
 
 class PieceFinder:
@@ -75,6 +72,12 @@ class PieceFinder:
         self.found: list[Piece] = []
         self._ranges, self._capture, self._most = tuple(ranges), capture, most
         self._waiting: list[Box] = [tuple(ranges)]
+
+    def all(self) -> list[Piece]:
+        """Return all pieces."""
+        while self.next() is not None:
+            pass
+        return self.found
 
     def next(self) -> Piece | None:
         """Return one more piece; None where the pieces make up the ranges."""

@@ -12,7 +12,7 @@ from fusion_advisor.capture.sizes.open_capture import Dims, OneSizeOnly, OpenCap
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.plan.size_ranges import CACHED, MOST_NAMES, ShapeRequest
 from fusion_advisor.fuse.shapes.call_sizes import dims_of, resized
-from fusion_advisor.fuse.shapes.pieces import Capture, PieceFinder
+from fusion_advisor.fuse.shapes.pieces import Capture, Piece, PieceFinder
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import numbers_in, objects_in
 from fusion_advisor.runtime.torch_internals import module_call
@@ -53,8 +53,16 @@ class RangedCall:
     ranges: tuple[SizeRange, ...]
     refusal: str = ""
 
-    def pieces(self, capture: Capture) -> PieceFinder:
-        """Return what splits its ranges into pieces that one graph serves each.
+    def pieces(self, capture: Capture) -> list[Piece]:
+        """Split its ranges into what one graph serves each.
+
+        Args:
+            capture: at some sizes.
+        """
+        return self.finder(capture).all()
+
+    def finder(self, capture: Capture) -> PieceFinder:
+        """Return what splits its ranges into such pieces, one after the other.
 
         Args:
             capture: at some sizes.

@@ -108,7 +108,7 @@ def point():
         original=module_call.original_call(model), limit=TimeLimit(), passed=PassedChecks(),
     )  # fmt: skip
     with torch.no_grad():
-        piece = call.pieces(work.capture).next()
+        piece = call.finder(work.capture).next()
         workpiece = Workpiece(piece)
         one = decided(work, workpiece, {"batch": 64}, (), {})
         assert one.fusions and not one.row.reason

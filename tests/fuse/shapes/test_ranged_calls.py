@@ -141,7 +141,7 @@ def test_a_window_that_is_counted_in_python_is_another_graph_at_each_step():
     model = MistralForCausalLM(config).eval()
     calls = calls_of(model, {"input_ids": torch.randint(1, 200, (2, 7))})
     assert "counts in Python" in calls["decode"].refusal
-    piece = calls["decode"].pieces(lambda _: pytest.fail("it is not captured")).next()
+    (piece,) = calls["decode"].pieces(lambda _: pytest.fail("it is not captured"))
     assert piece.refusal == calls["decode"].refusal and piece.box == calls["decode"].ranges
     assert not calls["prefill"].refusal
 
