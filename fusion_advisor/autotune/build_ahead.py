@@ -39,6 +39,8 @@ class Job:
         backend: its language.
         tuning: its launch shape.
         fast_math: whether it approximates.
+        elsewhere: the sizes that its source is to serve as well: it is rendered for the first of these with the others beside it,
+            and compiled for ``program``. Empty: it is rendered for ``program``.
     """
 
     program: Program
@@ -46,6 +48,7 @@ class Job:
     backend: str
     tuning: Tuning
     fast_math: bool
+    elsewhere: tuple[Program, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,8 @@ def compile_job(job: Job | LinearJob, arch: int) -> None:
             maker.compile_for(job.problem, maker.render(job.problem, job.header, config=job.config), arch)
             return
         language = descriptor(job.backend)
-        rendered = language.maker().render(job.program, job.header, tuning=job.tuning, fast_math=job.fast_math)
+        first, *others = job.elsewhere or (job.program,)
+        rendered = language.maker().render(first, job.header, tuning=job.tuning, fast_math=job.fast_math, elsewhere=others)
         language.compile_ahead(job.program, rendered, arch)
     except KernelBuildFailed as failure:  # said where the kernel is used
         _log.debug("%s", failure)

@@ -61,6 +61,8 @@ class ShapePoint:
     eager_rel_l2: float | None = None
     reason: str = ""
     """Why the original ops run near this point; empty where rewrites do."""
+    carried_from: tuple[tuple[str, int], ...] = ()
+    """Sizes of the point of the same piece whose rewrites were taken over; empty where they were decided here."""
     pads: bool = False
     """Whether calls near this point may run in the CUDA graph of rounded up sizes."""
 

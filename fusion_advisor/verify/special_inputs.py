@@ -38,6 +38,7 @@ def special_inputs(
     has_sums: bool = False,
     read: Mapping[int, torch.Tensor] | None = None,
     most: int = MOST,
+    has_rows: bool = True,
 ) -> list[tuple[str, list[torch.Tensor]]]:
     """Return sets of inputs laid out like a site's own: (what they hold, one tensor for each root).
 
@@ -50,19 +51,12 @@ def special_inputs(
             that are not: :func:`overflowing_sums`.
         read: the rows that are read of roots that are tables, by the root's number: these alone hold special numbers.
         most: elements that are made at once in fp32.
+        has_rows: whether rows of special numbers are among them; all else depends on the sizes or takes little.
     """
     found = []
     read = read or {}
-    widest = max((root.numel() for root in roots if root.is_floating_point()), default=0)
-    rows = max(
-        (
-            _rows(root) if read.get(number) is None else len(read[number])
-            for number, root in enumerate(roots)
-            if root.is_floating_point() and root.numel() == widest
-        ),
-        default=0,
-    )
-    if widest:
+    widest, rows = _widest(roots), _special_rows(roots, read)
+    if widest and has_rows:
         runs = min(_MOST_RUNS, math.ceil(len(CLASSES) / max(rows, 1)))
         step = math.ceil(len(CLASSES) / runs)
         for run in range(runs):
@@ -79,6 +73,7 @@ def special_inputs(
                 for number, root in enumerate(roots)
             ]
             found.append((f"special rows {run + 1}" if runs > 1 else "special rows", made))
+    if widest:
         ends = [_nan_at_end(root, read.get(number)) for number, root in enumerate(roots)]
         found.append(("NaN at the end of each operand", ends))
     kinds = {root.dtype for root in roots if not root.is_floating_point() and root.numel() > 1}
@@ -87,6 +82,33 @@ def special_inputs(
         for title in ("smallest", "largest", "reversed"):
             found.append((f"{title} indices", [_indices(root, title) for root in roots]))
     return found
+
+
+def holds_all_classes(roots: Sequence[torch.Tensor], read: Mapping[int, torch.Tensor] | None = None) -> bool:
+    """Whether the special rows of :func:`special_inputs` are of all classes: a few rows hold only some of them.
+
+    Args:
+        roots: the site's tensors.
+        read: as there.
+    """
+    return _special_rows(roots, read or {}) * _MOST_RUNS >= len(CLASSES)
+
+
+def _widest(roots: Sequence[torch.Tensor]) -> int:
+    return max((root.numel() for root in roots if root.is_floating_point()), default=0)
+
+
+def _special_rows(roots: Sequence[torch.Tensor], read: Mapping[int, torch.Tensor]) -> int:
+    """Return how many rows of one set may be special."""
+    widest = _widest(roots)
+    return max(
+        (
+            _rows(root) if read.get(number) is None else len(read[number])
+            for number, root in enumerate(roots)
+            if root.is_floating_point() and root.numel() == widest
+        ),
+        default=0,
+    )
 
 
 def _masks(roots: Sequence[torch.Tensor], seed: int) -> list[tuple[str, list[torch.Tensor]]]:

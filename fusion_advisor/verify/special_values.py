@@ -25,6 +25,10 @@ WORDS = (
     "rows of zeros, ±0, NaN, ±Inf, largest, tiny and subnormal numbers, constants, single columns and signs; other masks and "
     "indices; every call twice, into guarded memory"
 )
+WORDS_BUT_ROWS = (
+    "NaN at the end of each operand; other masks and indices; every call twice, into guarded memory; no rows of special numbers, "
+    "which the same kernel has passed at other sizes"
+)
 BEHAVIOUR = "every call twice, into guarded memory; no special values with --fast-math, which assumes that there are none"
 ROWS = "rows of activations with NaN, ±Inf, zeros, constants, single columns, large and tiny numbers"
 _UNITS = 8

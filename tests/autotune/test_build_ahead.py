@@ -77,6 +77,40 @@ def test_binding_finds_what_was_compiled_ahead(caches, tmp_path, program):
     assert entries(caches / "triton") == made
 
 
+def test_a_kernel_for_several_sizes_is_compiled_under_the_keys_that_each_of_them_binds(caches, tmp_path):
+    from triton.runtime import driver
+
+    sizes = tuple(programs.rmsnorm(rows, 512, "bfloat16") for rows in (64, 7, 33))
+    rendered = TritonBackend().render(sizes[0], HEADER, tuning=Tuning(), fast_math=False, elsewhere=sizes[1:])
+    kernel = TritonBackend().build(rendered, tmp_path / f"{rendered.entry}.py")
+    asked = []
+    kernel.bind = lambda program: None  # there is no GPU
+
+    def beside(found):
+        asked.extend(
+            Job(program=one, header=HEADER, backend="triton", tuning=Tuning(), fast_math=False, elsewhere=sizes) for one in found
+        )
+
+    count = kernel.compile_for((programs.rmsnorm(rows, 512, "bfloat16") for rows in (1, 2, 64, 4096)), beside)
+    assert count == len(asked) > 0
+    with BuildAhead(90, processes=1) as ahead:
+        ahead.submit(asked)
+        ahead.wait(asked)
+    made = entries(caches / "triton")
+    assert len(made) >= count
+    before = driver._active
+    driver.set_active(TargetOnly(90))
+    try:
+        for job in asked:
+            shape, integers = launch_of(calls_of(job.program, flatten_rows=False), rendered)
+            scalars = (*(value for _, value in integers), *shape.constants.values())
+            dtypes, options = [one.dtype for one in job.program.operands], compile_options(shape.num_warps)
+            warmed(kernel._kernel, dtypes, scalars, shape.programs, options, entry=rendered.entry, target="sm_90")
+    finally:
+        driver.set_active(before)
+    assert entries(caches / "triton") == made
+
+
 def cubins_of(asked, caches):
     """Compile jobs ahead; returns the cubins that were kept, one for each."""
     with BuildAhead(90, processes=2) as ahead:

@@ -153,6 +153,22 @@ def test_a_saved_plan_serves_its_ranges_in_another_model(saved):
     assert "_compiled_call_impl" not in model.__dict__
 
 
+@pytest.mark.parametrize("seconds", [None, 0.0], ids=["in time", "out of time"])
+def test_a_saved_plan_of_a_quick_run_serves_what_was_carried_over_and_what_was_not_reached(tmp_path, seconds):
+    model, kwargs = tiny.gpt2()
+    ranges = "batch=2..16,seq=2..64"
+    fused = served(model, kwargs, ranges, run_dir=tmp_path, effort="quick", budgets={"ranges_s": seconds})
+    pieces = fused.report.shapes.pieces
+    fused.revert()
+    assert any(point.carried_from for piece in pieces for point in piece.points) is (seconds is None)
+    assert any("were over" in piece.refusal for piece in pieces) is (seconds is not None)
+    model, kwargs = tiny.gpt2()
+    original = model._call_impl
+    with fa.apply(model, kwargs, plan=fa.load_plan(tmp_path)) as fused:
+        assert [piece.points for piece in fused.report.shapes.pieces] == [piece.points for piece in pieces]
+        assert errors_at_random(fused, original, kwargs, tokens, 20) < 2e-6
+
+
 def test_a_saved_plan_of_another_graph_is_refused(saved):
     folder, _ = saved
     plan = fa.load_plan(folder)

@@ -128,6 +128,10 @@ Launcher = Callable[..., None]
 """Called with the program's operands in order (inputs, then outputs, as tensors); runs on the current stream."""
 
 
+CompileAhead = Callable[[Sequence[Program]], None]
+"""Has a kernel compiled for Programs, and returns when it is."""
+
+
 class BuiltKernel(Protocol):
     """A compiled kernel."""
 
@@ -145,8 +149,13 @@ class BuiltKernel(Protocol):
         """Fix sizes, strides and grid for a Program with the layout key that was rendered; do it once, not per call."""
         ...
 
-    def compile_for(self, programs: Iterable[Program]) -> int:
-        """Compile what binding any of these Programs takes; return how many machine codes that is."""
+    def compile_for(self, programs: Iterable[Program], ahead: CompileAhead | None = None) -> int:
+        """Compile what binding any of these Programs takes; return how many machine codes that is.
+
+        Args:
+            programs: of the layout that was rendered.
+            ahead: compiles the kernel for several Programs side by side, where each takes machine code of its own.
+        """
         ...
 
 

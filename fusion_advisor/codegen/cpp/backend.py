@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 from fusion_advisor.codegen.common.header_comment import dropout_notes, wrap
 from fusion_advisor.codegen.common.interface import (
+    CompileAhead,
     Header,
     KernelBuildFailed,
     Launcher,
@@ -120,9 +121,9 @@ class CppKernel:
         )  # fmt: skip
         return lambda *tensors: run_first(call, tensors)
 
-    def compile_for(self, programs: Iterable[Program]) -> int:
+    def compile_for(self, programs: Iterable[Program], ahead: CompileAhead | None = None) -> int:
         """Return 1: the library serves all sizes."""
-        del programs
+        del programs, ahead
         return 1
 
     def _parts(self, program: Program) -> list[Program]:

@@ -28,6 +28,7 @@ from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
 from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, sizes_note, tuning_note
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, open_arguments, starts
 from fusion_advisor.codegen.common.interface import (
+    CompileAhead,
     Form,
     Header,
     KernelBuildFailed,
@@ -202,11 +203,12 @@ class CudaKernel:
         self.tuning = first.text
         return launcher_of(first, functools.cache(lambda: launcher_of(self._launch_of(calls, tuning, 1))), alignment)
 
-    def compile_for(self, programs: Iterable[Program]) -> int:
+    def compile_for(self, programs: Iterable[Program], ahead: CompileAhead | None = None) -> int:
         """Compile what binding any of these Programs takes.
 
         Args:
             programs: of the layout that was rendered.
+            ahead: not asked: what a launch chooses here is in macros, which other processes do not compile.
 
         Returns:
             how many machine codes there are.
@@ -214,6 +216,7 @@ class CudaKernel:
         Raises:
             KernelBuildFailed: NVRTC refuses one.
         """
+        del ahead
         for program in programs:
             self.bind(program)
         return len(self._variants)

@@ -8,6 +8,7 @@ from typing import Any
 
 from fusion_advisor.codegen.common.interface import (
     BuiltKernel,
+    CompileAhead,
     Header,
     KernelBuildFailed,
     KernelMaker,
@@ -104,8 +105,9 @@ class SeveralKernels:
         self.tuning = "; ".join(kernel.tuning for kernel in self._kernels)
         return _in_order(launches, [part.operands for part in parts.parts], parts.scratch)
 
-    def compile_for(self, programs: Iterable[Program]) -> int:
+    def compile_for(self, programs: Iterable[Program], ahead: CompileAhead | None = None) -> int:
         """Compile what binding any of these Programs takes; return how many machine codes that is."""
+        del ahead  # its jobs are of kernels of one launch
         count = 0
         for program in programs:
             self.bind(program)

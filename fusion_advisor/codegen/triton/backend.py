@@ -29,6 +29,7 @@ from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
 from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, sizes_note, tuning_note
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, open_arguments, starts
 from fusion_advisor.codegen.common.interface import (
+    CompileAhead,
     Form,
     Header,
     KernelBuildFailed,
@@ -213,11 +214,12 @@ class TritonKernel:
         self.build_ns += time.perf_counter_ns() - start
         return launcher
 
-    def compile_for(self, programs: Iterable[Program]) -> int:
+    def compile_for(self, programs: Iterable[Program], ahead: CompileAhead | None = None) -> int:
         """Compile what binding any of these Programs takes, which is nothing where kernels are interpreted.
 
         Args:
             programs: of the layout that was rendered.
+            ahead: given a Program for each machine code before the first one is bound.
 
         Returns:
             how many machine codes that is.
@@ -230,6 +232,8 @@ class TritonKernel:
             variant = variant_of(program, self._rendered)
             if variant is not None:
                 found.setdefault(variant, program)
+        if ahead is not None:
+            ahead([*found.values()])
         for program in found.values():
             self.bind(program)
         return len(found)

@@ -29,16 +29,9 @@ from fusion_advisor.timing.interleaving import Difference
 
 
 def choose(
-    bench: Bench,
-    fusions: list[Fusion],
-    built: list[BuiltFusion],
-    options: ApplyOptions,
-    progress: Progress,
-    *,
-    budget_s: float,
-    instruments: Instruments = MEASURED,
-    capture: Capture | None = None,
-) -> tuple[Decision, tuple[GraphRewrite, ...], list[Fusion], list[BuiltFusion]]:
+    bench: Bench, fusions: list[Fusion], built: list[BuiltFusion], options: ApplyOptions, progress: Progress, *, budget_s: float,
+    instruments: Instruments = MEASURED, capture: Capture | None = None, predicts: bool = True,
+) -> tuple[Decision, tuple[GraphRewrite, ...], list[Fusion], list[BuiltFusion]]:  # fmt: skip
     """Time graph passes and fusions in the step and keep what pays.
 
     Args:
@@ -51,6 +44,7 @@ def choose(
         instruments: time the step and decide.
         capture: of the step; with it a GPU's step is timed with what may pay alone, and graph passes have what they were
             expected to save.
+        predicts: time what each pass saves alone, for a report; nothing is decided by that.
 
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
@@ -77,10 +71,10 @@ def choose(
     rewrites = list(_not_kept(bench))
     for name in names:
         # What a layout changes was timed before there were kernels for it: nothing is left to predict.
-        is_asked = PASSES[name].is_in_trace and name not in LAYOUTS and options.is_timed and name in tried
+        is_asked = predicts and PASSES[name].is_in_trace and name not in LAYOUTS and options.is_timed and name in tried
         timed_ns = _saving_ns(timed_passes.get(name), bench, tried, name, instruments) if is_asked else None
         rewrites.append(_pass_row(PASSES[name], every, decision.verdicts.get(name), timed_ns))
-    if capture is not None:
+    if capture is not None and predicts:
         cost_ns = launch_cost_ns(capture.launches, decision.untouched_ns, rewrites, most_ns=capture.bandwidth.launch_ns)
         rewrites = list(price_passes(rewrites, bench, capture, cost_ns))
     bench.forget_passes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from fusion_advisor.records import Fusion, Numerics, Receipt, RenderedKernel, St
 from fusion_advisor.timing.interleaving import compare_alone
 from fusion_advisor.timing.kernel_timer import cache_bytes
 from fusion_advisor.verify import check_chain
+from fusion_advisor.verify.known.passed_checks import CheckedSite, PassedChecks
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
 
 _SOURCE_CONTEXT = 3
@@ -46,22 +47,11 @@ class Trial:
 
 
 def try_fusion(
-    bench: Bench,
-    planned: PlannedFusion,
-    *,
-    backend: str,
-    fast_math: bool,
-    tolerance: Tolerance | None = None,
-    kernel_dir: Path,
-    seed: int,
-    with_nvtx: bool = False,
-    is_timed: bool = True,
-    log: Callable[[str], None] = lambda _: None,
-    compare: Callable[..., tuple[Timing, Timing]] = compare_alone,
-    tune: Callable[..., Tuned] | None = None,
-    worst: Callable[[str], str] = str,
-    ahead: BuildAhead | None = None,
-) -> Trial:
+    bench: Bench, planned: PlannedFusion, *, backend: str, fast_math: bool, tolerance: Tolerance | None = None, kernel_dir: Path,
+    seed: int, with_nvtx: bool = False, is_timed: bool = True, log: Callable[[str], None] = lambda _: None,
+    compare: Callable[..., tuple[Timing, Timing]] = compare_alone, tune: Callable[..., Tuned] | None = None,
+    worst: Callable[[str], str] = str, ahead: BuildAhead | None = None, passed: PassedChecks | None = None,
+) -> Trial:  # fmt: skip
     """Render, build, check and time one fusion.
 
     Args:
@@ -79,6 +69,7 @@ def try_fusion(
         tune: chooses launch parameters; None: :func:`best_tuning`.
         worst: given what is wrong with the kernel, or an empty text, returns what counts.
         ahead: compiles kernels, and is waited for.
+        passed: checks that no size decides; gets those that pass here.
     """
     base = untried(planned)
     chain, roots = bench.first_site(planned)
@@ -91,7 +82,9 @@ def try_fusion(
         call = fused_call(name, launch, inputs, outputs, in_place=chain.in_place)
         checked = fused_call(name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
         with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
-            numerics = check_chain.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math, tolerance=tolerance)
+            site = CheckedSite(chain=chain, roots=roots, program=planned.program, entry=name, tuning=made.built.tuning)
+            known = PassedChecks() if passed is None else passed
+            numerics = known.check(site, checked, seed=seed, fast_math=fast_math, tolerance=tolerance)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
         return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=worst(str(failure))), built=None)
@@ -101,7 +94,7 @@ def try_fusion(
     if is_timed:
         with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
             pair = functools.partial(compare, lambda: chain.run(roots), lambda: call(*roots), timer=bench.timer)
-            base, slower = _timed(planned, base, pair, on_cuda=bench.on_cuda)
+            base, slower = _timed_once(planned, base, pair, known, site.exact(), on_cuda=bench.on_cuda)
         if slower is not None:
             return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
     return _installed(bench, planned, made, base)
@@ -219,6 +212,19 @@ def _timed(
         if not implausible:
             return _with_times(planned, base, *times)
     return replace(base, implausible=implausible, predicted_saving_ns=None), None
+
+
+def _timed_once(
+    planned: PlannedFusion, base: Fusion, compare: Callable[..., tuple[Timing, Timing]], known: PassedChecks, key: Hashable,
+    *, on_cuda: bool,
+) -> tuple[Fusion, str | None]:  # fmt: skip
+    """As :func:`_timed`; a site of which an equal one was timed has its times."""
+    if key in known.times:
+        return _with_times(planned, base, *known.times[key])
+    timed, slower = _timed(planned, base, compare, on_cuda=on_cuda)
+    if timed.chain_before is not None and timed.chain_after is not None:
+        known.times[key] = timed.chain_before, timed.chain_after
+    return timed, slower
 
 
 def _with_times(planned: PlannedFusion, base: Fusion, before: Timing, after: Timing) -> tuple[Fusion, str | None]:

@@ -24,6 +24,7 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
 from fusion_advisor.ir.program import Program
 from fusion_advisor.records import Fusion, Status
+from fusion_advisor.verify.known.passed_checks import PassedChecks
 from fusion_advisor.workload.device import fault_of, is_out_of_memory
 
 FASTEST = "fastest"
@@ -39,6 +40,7 @@ def try_all(
     instruments: Instruments = MEASURED,
     ahead: BuildAhead | None = None,
     later: Callable[[], Iterable[Job | LinearJob]] = tuple,
+    passed: PassedChecks | None = None,
 ) -> tuple[list[Fusion], list[BuiltFusion]]:
     """Try every planned fusion by itself.
 
@@ -52,6 +54,7 @@ def try_all(
         instruments: time each kernel against the ops that it replaces.
         ahead: compiles all kernels from the start.
         later: says what stages after this one will have compiled; it is found while the first kernels are.
+        passed: checks that no size decides; gets those that pass here.
 
     Returns:
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
@@ -70,7 +73,7 @@ def try_all(
             progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
             backends = backends_of(options.backend, planned.program, on_cuda=bench.on_cuda)
             try:
-                trials = _trials(bench, planned, backends, options, kernel_dir, number, progress, instruments, ahead)
+                trials = _trials(bench, planned, backends, options, kernel_dir, number, progress, instruments, ahead, passed)
             except torch.AcceleratorError as error:
                 fault = fault_of(planned.match.kernel, error)
                 so_far([*fusions, replace(untried(planned), status=Status.BUILD_FAILED, reason=str(fault))])
@@ -86,7 +89,7 @@ def try_all(
 
 def _trials(
     bench: Bench, planned: PlannedFusion, backends: Sequence[str], options: ApplyOptions, kernel_dir: Path, seed: int,
-    progress: Progress, instruments: Instruments, ahead: BuildAhead | None,
+    progress: Progress, instruments: Instruments, ahead: BuildAhead | None, passed: PassedChecks | None,
 ) -> list[Trial]:  # fmt: skip
     """Try one fusion in each language; where memory ends on the way, it is left out and the others go on."""
     found = []
@@ -107,6 +110,7 @@ def _trials(
                 tune=instruments.tune,
                 worst=instruments.worst,
                 ahead=ahead,
+                passed=passed,
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

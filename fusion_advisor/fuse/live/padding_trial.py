@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ _NEW_ADDRESSES = "each call makes new tensors of its cache, at addresses that no
 
 def tried_padding(
     ranged: RangedCall, opened: OpenCapture, box: Box, points: Sequence[Served], proved: ProvedSizes, instruments: Instruments, *,
-    spent_s: float, share: float = _SHARE, is_timed: bool = False, names: Sequence[str] | None = None,
+    spent_s: float, share: float = _SHARE, most_s: float = math.inf, is_timed: bool = False, names: Sequence[str] | None = None,
 ) -> ShownPadding:  # fmt: skip
     """Find out which proved sizes of a piece are rounded up, so that calls of several shapes share a CUDA graph.
 
@@ -47,6 +48,7 @@ def tried_padding(
         instruments: measure and record.
         spent_s: seconds that the piece has taken so far.
         share: of them that the trial gets; it gets three seconds at least.
+        most_s: that it gets in any case.
         is_timed: ask the clock too, on a GPU.
         names: of the sizes that a saved plan pads; None: all that are proved.
     """
@@ -55,8 +57,9 @@ def tried_padding(
         return ShownPadding(refused=tuple((name, _NEW_ADDRESSES) for name in wanted))
     given, judge = trial_of(ranged, opened)
     pays = faster_than_launches(instruments) if is_timed else None
+    budget_s = max(0.0, min(max(_LEAST_S, share * spent_s), most_s))
     return show_padding(
-        opened, box, points, proved, given, judge, pays, names=names, budget_s=max(_LEAST_S, share * spent_s)
+        opened, box, points, proved, given, judge, pays, names=names, budget_s=budget_s
     )  # fmt: skip
 
 

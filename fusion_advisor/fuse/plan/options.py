@@ -33,10 +33,13 @@ class Budgets:
         wall_s: On each wall-time comparison.
         decide_s: On rounds of the step with each set of rewrites; steps of up to some milliseconds have their 200 rounds sooner.
             None: 20 on a GPU, 9 on a CPU.
+        ranges_s: On all of ``--shapes``; near points that are not decided by then the original ops run. None: with ``--quick``
+            75 on a GPU and 300 on a CPU, else as long as it takes.
     """
 
     wall_s: float = 3.0
     decide_s: float | None = None
+    ranges_s: float | None = None
 
     def decide_on(self, device_kind: str) -> float:
         """Return the seconds for the step with each set of rewrites.
@@ -48,6 +51,7 @@ class Budgets:
 
 
 _DECIDE_S = {"cuda": 20.0, "cpu": 9.0}
+_QUICK_RANGES_S = {"cuda": 75.0, "cpu": 300.0}
 _THOROUGH = 3.0
 """How many times longer rewrites are timed with ``--thorough``."""
 
@@ -250,6 +254,16 @@ class ApplyOptions(ProfileOptions):
             device_kind: ``cuda`` or ``cpu``.
         """
         return self.budgets.decide_on(device_kind) * (_THOROUGH if self.effort == "thorough" else 1.0)
+
+    def ranges_limit_s(self, device_kind: str) -> float:
+        """Return the seconds that all ranges of sizes may take.
+
+        Args:
+            device_kind: ``cuda`` or ``cpu``.
+        """
+        if self.budgets.ranges_s is not None:
+            return self.budgets.ranges_s
+        return _QUICK_RANGES_S[device_kind] if self.effort == "quick" else math.inf
 
     @property
     def is_peer_asked_for(self) -> bool:

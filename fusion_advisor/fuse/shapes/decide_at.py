@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.profile import profile_as_it_is
@@ -24,6 +25,7 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.start.call_tensors import given_by
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import Bandwidth
+from fusion_advisor.verify.known.passed_checks import PassedChecks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,7 @@ def example_args(opened: OpenCapture, args: Sequence[Any], kwargs: Mapping[str, 
 def decide_at(
     opened: OpenCapture, given: Sequence[Any], options: ApplyOptions, bandwidth: Bandwidth, instruments: Instruments,
     progress: Progress, *, budget_s: float, only: Callable[[str], bool] = lambda _: True, written: Written | None = None,
+    ahead: BuildAhead | None = None, passed: PassedChecks | None = None,
 ) -> DecidedAt:  # fmt: skip
     """Find, build, check and choose rewrites on a piece's graph at the sizes of one call.
 
@@ -81,6 +84,8 @@ def decide_at(
         budget_s: seconds for timing the step.
         only: says which graph passes may be tried.
         written: what the call writes to.
+        ahead: compiles all kernels side by side.
+        passed: checks that no size decides; gets those that pass here.
     """
     live = at_one_size(opened, given, written)
     device = next(value.device for value in given if isinstance(value, torch.Tensor))
@@ -92,10 +97,10 @@ def decide_at(
         capture, patterns, min_share=options.min_share, top=options.top, only=options.only_kernels, skip=options.skipped_kernels,
         sources=sources, is_exact=options.exact, is_timed=options.is_timed,
     )  # fmt: skip
-    fusions, built = try_all(bench, plan, options, progress, lambda _: None, instruments)
+    fusions, built = try_all(bench, plan, options, progress, lambda _: None, instruments, ahead, passed=passed)
     _, rewrites, _, kept = choose(
         bench, fusions, built, options, progress, budget_s=budget_s, instruments=instruments.with_effort(options.effort),
-        capture=capture,
+        capture=capture, predicts=False,
     )  # fmt: skip
     paying = kept_passes(rewrites)
     return DecidedAt(

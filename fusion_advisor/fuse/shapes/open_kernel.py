@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, KernelMaker, Rendered
+from fusion_advisor.autotune.build_ahead import BuildAhead, Job
+from fusion_advisor.codegen.common.interface import BuiltKernel, CompileAhead, KernelBuildFailed, KernelMaker, Rendered
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.fuse.decide.session import BuiltFusion
@@ -30,9 +31,15 @@ _MOST_TRIED = 1000
 
 @dataclass(slots=True)
 class OpenKernels:
-    """Kernels of one piece, by what they were rendered to: points of a piece share them."""
+    """Kernels of one piece, by what they were rendered to: points of a piece share them.
+
+    Attributes:
+        built: by source.
+        ahead: compiles the machine codes of one kernel side by side; None: one after the other.
+    """
 
     built: dict[str, tuple[RenderedKernel, BuiltKernel]] = field(default_factory=dict)
+    ahead: BuildAhead | None = None
 
 
 def tried_points(ranges: Sequence[SizeRange]) -> list[tuple[int, ...]]:
@@ -89,7 +96,8 @@ def for_all_sizes(
     if rendered.source not in kernels.built:
         rendered = with_launcher(rendered, first, tensors=layouts, fast_math=kernel.fast_math)
         try:
-            kernels.built[rendered.source] = _built(maker, rendered, kernel, tried)
+            beside = None if kernels.ahead is None else _side_by_side(kernels.ahead, fusion, (first, *elsewhere))
+            kernels.built[rendered.source] = _built(maker, rendered, kernel, tried, beside)
         except KernelBuildFailed as error:
             raise NoOneProgram(str(error)) from error
     return kernels.built[rendered.source]
@@ -101,13 +109,31 @@ def _rendered(maker: KernelMaker, fusion: BuiltFusion, program: Program, elsewhe
     )
 
 
+def _side_by_side(ahead: BuildAhead, fusion: BuiltFusion, sizes: tuple[Program, ...]) -> CompileAhead:
+    """Return what has a kernel, rendered for all these sizes, compiled in other processes."""
+    kernel, header = fusion.kernel, fusion.planned.header
+
+    def compiled(programs: Sequence[Program]) -> None:
+        jobs = [
+            Job(
+                program=program, header=header, backend=kernel.backend, tuning=kernel.parameters, fast_math=kernel.fast_math,
+                elsewhere=sizes,
+            )
+            for program in programs
+        ]  # fmt: skip
+        ahead.submit(jobs)
+        ahead.wait(jobs)
+
+    return compiled
+
+
 def _built(
-    maker: KernelMaker, rendered: Rendered, kernel: RenderedKernel, tried: Iterator[Program]
+    maker: KernelMaker, rendered: Rendered, kernel: RenderedKernel, tried: Iterator[Program], beside: CompileAhead | None
 ) -> tuple[RenderedKernel, BuiltKernel]:
     start = time.perf_counter_ns()
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
         built = maker.build(rendered, Path(folder) / f"{rendered.entry}{rendered.suffix}")
-        count = built.compile_for(tried)
+        count = built.compile_for(tried, beside)
     codes = "one machine code for all sizes" if count == 1 else f"{count} machine codes for all sizes"
     found = replace(
         kernel, name=rendered.entry, source=rendered.file_text, build_ns=time.perf_counter_ns() - start, tuning=codes

@@ -53,29 +53,59 @@ def find_pieces(ranges: Sequence[SizeRange], capture: Capture, *, most: int = MO
         capture: at some sizes.
         most: pieces; what is left of the ranges runs the original ops.
     """
-    waiting = [tuple(ranges)]
-    found: list[Piece] = []
-    while waiting:
-        box = waiting.pop(0)
-        if len(found) >= most:
-            found.append(Piece(box=box, refusal=f"the model makes more than {most} graphs of these ranges"))
-            continue
+    return PieceFinder(ranges, capture, most=most).all()
+
+
+class PieceFinder:
+    """Captures a call piece by piece: between two captures others may be worked on.
+
+    Attributes:
+        found: the pieces so far. Where the model makes too many graphs, one piece without a graph takes the place of all.
+
+    Args:
+        ranges: of all sizes.
+        capture: at some sizes.
+        most: pieces; what is left of the ranges runs the original ops.
+    """
+
+    def __init__(self, ranges: Sequence[SizeRange], capture: Capture, *, most: int = MOST_PIECES) -> None:
+        self.found: list[Piece] = []
+        self._ranges, self._capture, self._most = tuple(ranges), capture, most
+        self._waiting: list[Box] = [tuple(ranges)]
+
+    def all(self) -> list[Piece]:
+        """Return all pieces."""
+        while self.next() is not None:
+            pass
+        return self.found
+
+    def next(self) -> Piece | None:
+        """Return one more piece; None where the pieces make up the ranges."""
+        if not self._waiting:
+            return None
+        box = self._waiting.pop(0)
+        piece = self._piece(box)
+        self.found.append(piece)
+        if piece.opened is not None:
+            self._waiting += _rest(box, piece.box)
+            name = _size_of_many_graphs(self._ranges, self.found, self._most)
+            if name:
+                piece = Piece(box=self._ranges, refusal=f"the model makes another graph for each size of {name}")
+                self.found, self._waiting = [piece], []
+        return piece
+
+    def _piece(self, box: Box) -> Piece:
+        if len(self.found) >= self._most:
+            return Piece(box=box, refusal=f"the model makes more than {self._most} graphs of these ranges")
         sample = sample_of(box)
         try:
-            opened = capture(sample)
+            opened = self._capture(sample)
         except (OneSizeOnly, CannotCapture) as error:
-            found.append(Piece(box=box, refusal=str(error.facts["detail"] if isinstance(error, CannotCapture) else error)))
-            continue
+            return Piece(box=box, refusal=str(error.facts["detail"] if isinstance(error, CannotCapture) else error))
         own = _largest_box(box, sample, opened)
         if own is None:
-            found.append(Piece(box=box, refusal="what the model assumes of its sizes holds for no range around one of them"))
-            continue
-        found.append(Piece(box=own, opened=opened))
-        waiting += _rest(box, own)
-        name = _size_of_many_graphs(ranges, found, most)
-        if name:
-            return [Piece(box=tuple(ranges), refusal=f"the model makes another graph for each size of {name}")]
-    return found
+            return Piece(box=box, refusal="what the model assumes of its sizes holds for no range around one of them")
+        return Piece(box=own, opened=opened)
 
 
 class OtherPieces(Exception):

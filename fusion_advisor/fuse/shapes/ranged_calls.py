@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, base_of, call_tensors, sizes_of
+from fusion_advisor.capture.sizes.open_capture import Dims, OneSizeOnly, OpenCapture, Sizes, base_of, call_tensors, sizes_of
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.plan.size_ranges import CACHED, MOST_NAMES, ShapeRequest
 from fusion_advisor.fuse.shapes.call_sizes import dims_of, resized
-from fusion_advisor.fuse.shapes.pieces import Capture, Piece, find_pieces
+from fusion_advisor.fuse.shapes.pieces import Capture, Piece, PieceFinder
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.call_tensors import numbers_in, objects_in
 from fusion_advisor.runtime.torch_internals import module_call
@@ -59,7 +59,19 @@ class RangedCall:
         Args:
             capture: at some sizes.
         """
-        return [Piece(box=self.ranges, refusal=self.refusal)] if self.refusal else find_pieces(self.ranges, capture)
+        return self.finder(capture).all()
+
+    def finder(self, capture: Capture) -> PieceFinder:
+        """Return what splits its ranges into such pieces, one after the other.
+
+        Args:
+            capture: at some sizes.
+        """
+
+        def refused(_: object) -> OpenCapture:
+            raise OneSizeOnly(self.refusal)
+
+        return PieceFinder(self.ranges, refused if self.refusal else capture)
 
     @property
     def may_record(self) -> bool:

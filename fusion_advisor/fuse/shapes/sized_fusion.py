@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.capture.graph.op_records import describe, tensor_metas
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of
@@ -48,7 +49,13 @@ class Workpiece:
         names: of the dims that are open, in the order of sizes everywhere below.
     """
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Piece, ahead: BuildAhead | None = None) -> None:
+        """Look through a piece's graph.
+
+        Args:
+            piece: with a graph.
+            ahead: compiles its kernels side by side.
+        """
         assert piece.opened is not None
         self.piece = piece
         self.opened: OpenCapture = piece.opened
@@ -68,7 +75,7 @@ class Workpiece:
         self._records: dict[Point, list[OpNode]] = {}
         self._programs: dict[Any, SizedProgram] = {}
         self._at: tuple[Point, tuple[int, ...]] | None = None
-        self.kernels = OpenKernels()
+        self.kernels = OpenKernels(ahead=ahead)
 
     @property
     def points(self) -> Sequence[Point]:

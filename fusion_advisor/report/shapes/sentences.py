@@ -65,6 +65,28 @@ def left_to_original_ops(shapes: ShapeRanges) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def carried_line(shapes: ShapeRanges) -> str:
+    """Return which points took over the rewrites of which, and what was done there; empty where none did."""
+    places: dict[int, list[int]] = {}
+    rows = iter(point_rows(shapes))
+    for piece in shapes.pieces:
+        numbers = {point.sizes: next(rows).number for point in piece.points}
+        for point in piece.points:
+            if point.carried_from in numbers and not point.reason:
+                places.setdefault(numbers[point.carried_from], []).append(numbers[point.sizes])
+    if not places:
+        return ""
+    taken = "; ".join(f"{_points(own)} from point {source}" for source, own in places.items())
+    return (
+        f"Rewrites were carried over with --quick: to {taken}. There each kernel and the whole graph were checked and the call "
+        "was timed; what else might pay was not tried."
+    )
+
+
+def _points(numbers: Sequence[int]) -> str:
+    return f"point{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+
+
 def share_line(shapes: ShapeRanges) -> str:
     """Return how many of the sizes lie in pieces with rewrites."""
     served = [piece for piece in shapes.pieces if is_served(piece)]

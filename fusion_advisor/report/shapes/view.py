@@ -19,6 +19,7 @@ class SizesView:
     cost: str
     clock: str
     general: str
+    carried: str
     crossover: str
     original: tuple[str, ...]
     padding: tuple[str, ...]
@@ -40,6 +41,7 @@ def sizes_view(shapes: ShapeRanges) -> SizesView:
         cost=sentences.cost_line(shapes),
         clock=sentences.clock_line(shapes),
         general=sentences.general_line(shapes),
+        carried=sentences.carried_line(shapes),
         crossover=sentences.crossover_line(shapes),
         original=sentences.left_to_original_ops(shapes),
         padding=padding.padding_lines(shapes),

@@ -45,7 +45,8 @@ def size_lines(shapes: ShapeRanges | None, console: Console) -> list[RenderableT
         (len(padding) - _MOST_PADDINGS, "more line on padding", "more lines on padding"),
     )
     more = ", ".join(plural(count, one, many) for count, one, many in left if count > 0)
-    lines += [text_line(line, console, "dim") for line in original[:_MOST_REFUSALS]]
+    carried = sentences.carried_line(shapes)
+    lines += [text_line(line, console, "dim") for line in (*original[:_MOST_REFUSALS], *([carried] if carried else []))]
     lines += [text_line(line, console, "dim") for line in (*padding[:_MOST_PADDINGS], padding_cost(shapes)) if line]
     lines += [text_line(f"{more} in the report.", console, "dim")] if more else []
     return [*lines, Text("")]

@@ -34,6 +34,16 @@ def test_sizes_of_generate_are_counted_step_by_step() -> None:
     assert "prefill input_ids (batch, seq)" in sentences.dims_line(made)
 
 
+def test_points_that_took_over_the_rewrites_of_another_are_named() -> None:
+    assert sentences.carried_line(shapes()) == ""
+    whole = point(4, 4, 3_000_000, 2_000_000, "gelu_tanh")
+    carried = [replace(point(batch, 8, 3_000_000, 2_000_000, "gelu_tanh"), carried_from=whole.sizes) for batch in (1, 8)]
+    slower = replace(point(16, 8, 3_000_000, 4_000_000), carried_from=whole.sizes, reason="the original ops take less")
+    line = sentences.carried_line(with_points(carried[0], whole, carried[1], slower))
+    assert line.startswith("Rewrites were carried over with --quick: to points 1, 3 from point 2. There each kernel")
+    assert sentences.carried_line(with_points(whole, slower)) == ""
+
+
 def test_the_summary_counts_what_is_served() -> None:
     assert sentences.summary(shapes()) == (
         "serves batch 1..16, seq 1..4096: 1.004 to 1.42 times as fast as eager at 4 of 6 points; "

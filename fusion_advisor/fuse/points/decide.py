@@ -1,0 +1,280 @@
+"""One point of a piece: what pays there is found, fitted to all sizes of the piece, checked and timed as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from fusion_advisor import units
+from fusion_advisor.autotune.build_ahead import BuildAhead
+from fusion_advisor.capture.graph.side_effects import Written
+from fusion_advisor.capture.sizes.one_size import at_one_size
+from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
+from fusion_advisor.fuse.decide.instruments import Instruments
+from fusion_advisor.fuse.decide.session import BuiltFusion
+from fusion_advisor.fuse.live.model_check import check_region
+from fusion_advisor.fuse.passes.attention import DROP_MASKS
+from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.points.time_limit import TimeLimit, WatchedProgress
+from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
+from fusion_advisor.fuse.shapes.pieces import Box
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall
+from fusion_advisor.fuse.shapes.serve import Served
+from fusion_advisor.fuse.shapes.sized_fusion import Workpiece, all_sized, build, finished
+from fusion_advisor.fuse.shapes.time_calls import time_calls
+from fusion_advisor.fuse.shapes.try_sizes import REFUSALS, refuse_sizes
+from fusion_advisor.records import Bandwidth, RenderedKernel, ShapeFusion, ShapePoint, Timing
+from fusion_advisor.verify.known.passed_checks import PassedChecks
+from fusion_advisor.workload.load import LoadedWorkload
+
+MOST_ELEMENTS = {"cpu": 2048, "cuda": 16384}
+"""Of the product of the open sizes at the largest point: 16 requests of 1,024 tokens, or one of 16,384."""
+_BUDGET_S = {"quick": 0.7}
+_USUAL_BUDGET_S = 2.0
+"""For timing the step at a point, and again for timing the call; at least six rounds are made in any case."""
+
+
+@dataclass(slots=True)
+class RangeWork:
+    """The work on one call's ranges.
+
+    Attributes:
+        loaded: the model and its example call.
+        options: of the run.
+        ranged: the call.
+        bandwidth: of the device.
+        progress: gets lines.
+        instruments: measure and decide.
+        original: the model's own call.
+        limit: of the time.
+        passed: checks that no size decides.
+        kept: ids of rewrites of the example's plan.
+        ahead: compiles kernels side by side.
+        pads: whether calls may run in CUDA graphs of larger shapes, where it is proved that padding changes nothing.
+        refused: graph passes that look at numbers or at tensors of one size.
+        starts: by piece, what it needs to start without a trace.
+    """
+
+    loaded: LoadedWorkload
+    options: ApplyOptions
+    ranged: RangedCall
+    bandwidth: Bandwidth
+    progress: Progress
+    instruments: Instruments
+    original: Callable[..., Any]
+    limit: TimeLimit
+    passed: PassedChecks
+    kept: Collection[str] = ()
+    ahead: BuildAhead | None = None
+    pads: bool = False
+    refused: set[str] = field(default_factory=lambda: {name for name, one in PASSES.items() if one.needs_numbers})
+    starts: dict[Box, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def budget_s(self) -> float:
+        """Seconds for each timing at a point."""
+        return _BUDGET_S.get(self.options.effort, _USUAL_BUDGET_S)
+
+    @property
+    def may_pad(self) -> bool:
+        """Whether padding is looked at; its reasons name the line of an op."""
+        return self.pads and self.ranged.may_record
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the model is on a GPU."""
+        return self.loaded.record.device.startswith("cuda")
+
+    def capture(self, sizes: dict[str, int]) -> OpenCapture:
+        """Capture the call with open sizes.
+
+        Args:
+            sizes: at which it is traced.
+
+        Raises:
+            SizeRejected: the model refuses them.
+        """
+        args, kwargs = self.ranged.at(sizes)
+        self.progress.note(f"captured with open sizes at {text_of(sizes)}")
+        try:
+            return capture_open(
+                self.loaded.model, args, kwargs, self.ranged.dims, model_id=self.loaded.record.model_id,
+                with_lines=self.may_pad,
+            )  # fmt: skip
+        except REFUSALS:
+            refuse_sizes(self.loaded, self.ranged, sizes)
+            raise
+
+    def graph_call(self, opened: OpenCapture, sizes: Sizes) -> tuple[tuple[Any, ...], Written]:
+        """Return what a piece's graph is called with at some sizes, and what that call writes to.
+
+        Args:
+            opened: the graph.
+            sizes: of the call.
+        """
+        args, kwargs = self.ranged.at(sizes)
+        written = opened.written_in(args, kwargs)
+        given = example_args(opened, args, kwargs)
+        written.restore()
+        return given, written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What became of a point.
+
+    Attributes:
+        served: what runs near it.
+        row: of the report.
+        fusions: in ``served``, at all sizes of the piece.
+        is_right_elsewhere: it was run at moderate sizes of the piece as well.
+    """
+
+    served: Served
+    row: ShapePoint
+    fusions: tuple[BuiltFusion, ...] = ()
+    is_right_elsewhere: bool = False
+
+    def refused(self, reason: str) -> Decided:
+        """Return the same with the original ops in its place.
+
+        Args:
+            reason: why.
+        """
+        return replace(
+            self, served=Served(sizes=self.served.sizes, module=None, reason=reason), row=replace(self.row, reason=reason)
+        )
+
+
+def not_decided(sizes: Sizes, reason: str) -> Decided:
+    """Return a point near which the original ops run, because nothing was tried there.
+
+    Args:
+        sizes: of the point.
+        reason: why nothing was.
+    """
+    row = ShapePoint(sizes=tuple(sizes.items()), reason=reason)
+    return Decided(served=Served(sizes=sizes, module=None, reason=reason), row=row)
+
+
+def decided(
+    work: RangeWork, workpiece: Workpiece, sizes: dict[str, int], changes: Sequence[str], kernels: dict[str, RenderedKernel]
+) -> Decided:
+    """Decide one point of a piece.
+
+    Args:
+        work: on the piece's call.
+        workpiece: the piece.
+        sizes: of the point.
+        changes: of the piece's layouts.
+        kernels: gets the kernels by name.
+
+    Raises:
+        LooksAtSizes: a graph pass took one size for all.
+        OutOfTime: the time for ranges was over before all rewrites were tried.
+    """
+    where = tuple(sizes.items())
+    given, written = work.graph_call(workpiece.opened, sizes)
+    work.progress.note(f"at {text_of(sizes)}")
+    found = decide_at(
+        workpiece.opened, given, work.options, work.bandwidth, work.instruments, WatchedProgress(work.limit),
+        budget_s=work.budget_s, only=lambda name: name not in work.refused, written=written, ahead=work.ahead, passed=work.passed,
+    )  # fmt: skip
+    fusions, dropped = all_sized(workpiece, found.fusions)
+    dropped += [(name, "it decides by one size") for name in found.refused]
+    if not fusions and not found.passes and not changes:
+        nothing = not_decided(sizes, "nothing that serves other sizes pays near these")
+        return replace(nothing, row=replace(nothing.row, dropped=tuple(dropped)))
+    module = build(workpiece, fusions, found.passes)
+    served = finished(workpiece, module, sizes, with_flags=DROP_MASKS.id in found.passes)
+    kernels.update({fusion.kernel.name: fusion.kernel for fusion in fusions})
+    names = tuple(dict.fromkeys((*(fusion.planned.match.kernel for fusion in fusions), *found.passes, *changes)))
+    row = ShapePoint(
+        sizes=where, rewrites=names, fusions=tuple(map(_row_of, fusions)), passes=found.passes, dropped=tuple(dropped)
+    )
+    written.restore()
+    one = Decided(served=served, row=row, fusions=tuple(fusions))
+    return timed(work, workpiece, checked(work, workpiece, one, found.region))
+
+
+def checked(work: RangeWork, workpiece: Workpiece, one: Decided, region: Any) -> Decided:
+    """Check what runs near a point against fp64, at the point and at moderate sizes of the piece.
+
+    Args:
+        work: on the piece's call.
+        workpiece: the piece.
+        one: the point, with rewrites.
+        region: the piece's graph at the sizes of the point.
+    """
+    sizes = one.served.sizes
+    check = check_region(region, _module_at(workpiece, one.served).forward)
+    one = replace(one, row=replace(one.row, rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2))
+    if not check.is_passed:
+        return one.refused(f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}")
+    point = workpiece.first_point
+    other = workpiece.sizes(point)
+    if one.is_right_elsewhere or other == sizes or prod(other.values()) > max(prod(sizes.values()), MOST_ELEMENTS["cpu"]):
+        return one
+    given, written = work.graph_call(workpiece.opened, other)
+    check = check_region(at_one_size(workpiece.opened, given, written).regions[0], one.served.graph_at(point).forward)
+    written.restore()
+    if check.is_passed:
+        return replace(one, is_right_elsewhere=True)
+    error = f"relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
+    return one.refused(f"all rewrites together, at {text_of(other)}: {error}")
+
+
+def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:
+    """Time the original call at a point against the same call through dynamo's guards and the rewritten graph.
+
+    Args:
+        work: on the piece's call.
+        workpiece: the piece.
+        one: the point; one that is refused already stays as it is.
+    """
+    if one.row.reason or not work.options.is_timed:
+        return one
+    eager, ours = _times(work, workpiece.opened, _module_at(workpiece, one.served), one.served.sizes)
+    one = replace(one, row=replace(one.row, eager=eager, ours=ours))
+    if ours.ci_low_ns <= eager.ci_high_ns:
+        return one
+    return one.refused(f"the original ops take {units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}")
+
+
+def _module_at(workpiece: Workpiece, served: Served) -> torch.fx.GraphModule:
+    return served.graph_at(tuple(served.sizes[name] for name in workpiece.names))
+
+
+def _row_of(fusion: BuiltFusion) -> ShapeFusion:
+    planned = fusion.planned
+    return ShapeFusion(
+        match=planned.match, kernel=fusion.kernel.name, sites=tuple(site.op_indices for site in planned.chain.sites)
+    )
+
+
+def _times(work: RangeWork, opened: OpenCapture, module: torch.fx.GraphModule, sizes: Sizes) -> list[Timing]:
+    route, compiled = opened.region.route, opened.live.compiled
+    assert route is not None
+    assert compiled is not None
+    # The call that was checked has moved its cache on. Dynamo would trace it again, so a new one is timed.
+    args, kwargs = work.ranged.at(sizes)
+    written = opened.written_in(args, kwargs)
+    before, route.forward = route.forward, module.forward
+    try:
+        return time_calls(
+            [work.original, compiled.call], args, kwargs, work.instruments, on_cuda=work.on_cuda, written=written,
+            budget_s=work.budget_s,
+        )  # fmt: skip
+    finally:
+        route.forward = before
+
+
+def text_of(sizes: Mapping[str, int]) -> str:
+    """Return sizes in words."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
