@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.cuda import graph_memsets
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
+from fusion_advisor.export.copied import memset_nodes
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 
 
@@ -23,18 +24,18 @@ def test_a_driver_s_error_is_said_by_name():
     from cuda.bindings import driver
 
     with pytest.raises(RuntimeError, match="cannot be replaced: CUDA_ERROR_INVALID_VALUE"):
-        graph_memsets._done((driver.CUresult.CUDA_ERROR_INVALID_VALUE, None))
-    assert graph_memsets._done((driver.CUresult.CUDA_SUCCESS,)) is None
+        memset_nodes.done((driver.CUresult.CUDA_ERROR_INVALID_VALUE, None))
+    assert memset_nodes.done((driver.CUresult.CUDA_SUCCESS,)) is None
     for name in ("cuGraphNodeGetDependencies", "cuGraphNodeGetDependentNodes", "cuGraphAddDependencies"):
-        assert callable(graph_memsets._of_edges(name))
+        assert callable(memset_nodes.of_edges(name))
 
 
 def kinds_of(graph):
     from cuda.bindings import driver
 
     captured = driver.CUgraph(graph.raw_cuda_graph())
-    nodes = graph_memsets._listed(driver.cuGraphGetNodes, captured)
-    return [graph_memsets._done(driver.cuGraphNodeGetType(node)).name.rpartition("TYPE_")[2] for node in nodes]
+    nodes = memset_nodes.listed(driver.cuGraphGetNodes, captured)
+    return [memset_nodes.done(driver.cuGraphNodeGetType(node)).name.rpartition("TYPE_")[2] for node in nodes]
 
 
 def recorded(call):
@@ -62,11 +63,11 @@ def test_what_a_memset_writes_a_kernel_writes():
     def call():
         out = torch.full((64,), 7, dtype=torch.uint8, device="cuda")
         stream, at = driver.CUstream(torch.cuda.current_stream().cuda_stream), out.data_ptr()
-        graph_memsets._done(driver.cuMemsetD8Async(driver.CUdeviceptr(at), 0xAB, 8, stream))
-        graph_memsets._done(driver.cuMemsetD16Async(driver.CUdeviceptr(at + 16), 0x1234, 6, stream))
-        graph_memsets._done(driver.cuMemsetD32Async(driver.CUdeviceptr(at + 32), 0xDEADBEEF, 1, stream))
-        graph_memsets._done(driver.cuMemsetD8Async(driver.CUdeviceptr(at + 40), 0xFF, 3, stream))
-        graph_memsets._done(driver.cuMemsetD2D8Async(driver.CUdeviceptr(at + 48), 8, 0x11, 4, 2, stream))
+        memset_nodes.done(driver.cuMemsetD8Async(driver.CUdeviceptr(at), 0xAB, 8, stream))
+        memset_nodes.done(driver.cuMemsetD16Async(driver.CUdeviceptr(at + 16), 0x1234, 6, stream))
+        memset_nodes.done(driver.cuMemsetD32Async(driver.CUdeviceptr(at + 32), 0xDEADBEEF, 1, stream))
+        memset_nodes.done(driver.cuMemsetD8Async(driver.CUdeviceptr(at + 40), 0xFF, 3, stream))
+        memset_nodes.done(driver.cuMemsetD2D8Async(driver.CUdeviceptr(at + 48), 8, 0x11, 4, 2, stream))
         return out + 1
 
     ((_, expected, before), (_, result, after)), count = recorded(call)
@@ -88,7 +89,7 @@ def test_a_kernel_that_does_not_compile_is_said_once_and_memsets_stay(monkeypatc
         from cuda.bindings import driver
 
         stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        graph_memsets._done(driver.cuMemsetD8Async(driver.CUdeviceptr(out.data_ptr()), 0, 64, stream))
+        memset_nodes.done(driver.cuMemsetD8Async(driver.CUdeviceptr(out.data_ptr()), 0, 64, stream))
 
     with pytest.warns(UserWarning, match=r"memsets stay in CUDA graphs.*planted"):
         (_, (graph, _, after)), count = recorded(call)
