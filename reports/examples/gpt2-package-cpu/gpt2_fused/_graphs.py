@@ -37,8 +37,8 @@ class CudaRecorder:
     """Records CUDA graphs by torch.
 
     Args:
-        replace: puts kernels in place of a captured graph's memsets, which are launched more slowly; raises RuntimeError where
-            that has spoilt the graph.
+        replace: puts kernels in place of a captured graph's memsets, which are launched more slowly. A graph that it fails at is
+            recorded again without it.
     """
 
     def __init__(self, replace: Callable[[Any], int] | None = None) -> None:
@@ -72,7 +72,7 @@ class CudaRecorder:
         if self._replace is not None:
             try:
                 self._replace(graph)
-            except RuntimeError:
+            except (RuntimeError, TypeError, AttributeError):  # the last two: bindings of another CUDA
                 self._replace = None
                 return self.record(run)
             graph.instantiate()
