@@ -247,7 +247,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "A package holds one graph: kernels of chains and of linear layers, torch's own ops, merged GEMMs and constants. A KV "
         "cache comes in as an argument. It holds no graph break, and no object in the output that a call cannot make.",
         "--skip leaves a rewrite out. --format pt2 takes no kernel that only Python can launch. --format patch takes chains that "
-        "some statements of one function compute, without other ops. --format kernels takes each kernel of a chain as a function.",
+        "some statements of one function compute, without other ops. --format kernels takes every chain as a function.",
         "--within gives up after so many seconds and says in which stage that was.",
     ),
     "FA518": ("Only kernels of chains that were kept go into a package; a run that kept none has nothing to give.",),
