@@ -49,9 +49,12 @@ def milliseconds(ns: float) -> str:
     return f"{value:,.2f}" if abs(value) >= 0.0995 or value == 0 else f"{value:.3f}"
 
 
+_CLOCK_NS = 2.0
+
+
 def delta(ns: float) -> str:
-    """``−1.48 ms``, ``+3.10 µs``, ``±0 µs``."""
-    return "±0 µs" if ns == 0 else ("−" if ns < 0 else "+") + duration(abs(ns))
+    """``−1.48 ms``, ``+3.10 µs``, ``±0 µs``: no clock of ours tells a nanosecond."""
+    return "±0 µs" if abs(ns) < _CLOCK_NS else ("−" if ns < 0 else "+") + duration(abs(ns))
 
 
 def delta_interval(low_ns: float, high_ns: float) -> str:

@@ -175,7 +175,7 @@ def test_a_saved_plans_start_imports_nothing_that_times_or_traces_a_step():
     ("package", "folders"),
     [
         ("triton", {"codegen.triton", "codegen.gemm", "codegen.recurrence"}),
-        ("cuda", {"codegen.cuda", "codegen.gemm", "collectives"}),
+        ("cuda", {"codegen.cuda", "codegen.gemm", "collectives", "export.copied"}),
         ("pandas", {"report.html"}),
         ("jinja2", {"codegen.common", "codegen.triton", "codegen.cuda", "codegen.cpp", "report", "report.html"}),
         ("nvtx", {"capture"}),

@@ -32,7 +32,8 @@ def test_duration(ns: int, text: str) -> None:
 def test_a_difference_always_has_a_sign() -> None:
     assert units.delta(-1_480_000) == "−1.48 ms"
     assert units.delta(3_100) == "+3.10 µs"
-    assert units.delta(0) == "±0 µs"
+    assert units.delta(0) == units.delta(1.0) == units.delta(-0.4) == "±0 µs"
+    assert units.delta(7.0) == "+0.00700 µs"
     assert units.delta_interval(-1_530_000, -1_440_000) == "[−1.53, −1.44] ms"
     assert units.delta_interval(-110_000, 30_000) == "[−110, +30.0] µs"
     assert units.duration_interval(18_360_000, 18_480_000) == "[18.36, 18.48] ms"

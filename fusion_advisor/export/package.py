@@ -42,9 +42,8 @@ def files_of(printed: Printed, report: Report, name: str) -> dict[str, bytes]:
     }
     modules = ("__init__.py", "_adapter.py", "_requirements.py", "bench.py", "example.py", "forward.py")
     files |= {f"{name}/{module}": _rendered(module, context) for module in modules}
-    files[f"{name}/_facts.py"] = (COPIED / "model_facts.py").read_bytes()
-    files[f"{name}/_graphs.py"] = (COPIED / "cuda_graphs.py").read_bytes()
-    files[f"{name}/_objects.py"] = (COPIED / "call_objects.py").read_bytes()
+    copied = dict(_COPIES) if printed.expected["device"] == "cuda" else {own: its for own, its in _COPIES if its != "_memsets"}
+    files |= {f"{name}/{its}.py": _copy_of(own) for own, its in copied.items()}
     if printed.specs:
         files[f"{name}/objects.json"] = (json.dumps(printed.specs, indent=1) + "\n").encode()
     files[f"{name}/expected.json"] = (json.dumps(printed.expected, indent=1, sort_keys=True) + "\n").encode()
@@ -105,6 +104,21 @@ def with_built_kernels(files: Mapping[str, bytes], name: str) -> dict[str, bytes
         built = folder / name / "built"
         found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(built.rglob("*")) if path.is_file()}
     return {**files, **found}
+
+
+_COPIES = (
+    ("model_facts", "_facts"), ("cuda_graphs", "_graphs"), ("graph_outputs", "_outputs"), ("call_objects", "_objects"),
+    ("memset_nodes", "_memsets"),
+)  # fmt: skip
+"""Modules of ours that a package has copies of, and what they are called in it."""
+
+
+def _copy_of(module: str) -> bytes:
+    """Return a module's text, with what it imports of the others by the names in the package."""
+    text = (COPIED / f"{module}.py").read_text(encoding="utf-8")
+    for own, its in _COPIES:
+        text = text.replace(f"from fusion_advisor.export.copied.{own} import", f"from .{its} import")
+    return text.encode()
 
 
 def _rendered(template: str, context: Mapping[str, Any]) -> bytes:

@@ -81,6 +81,7 @@ def settings_of(asked: Any) -> dict[str, Any]:
         "request": {"model_id": asked.model, "weights": weights, "offline": True, **request},
         "options": {"effort": "quick", "compile": False, **json.loads(asked.options)},
         "formats": asked.formats.split(","),
+        "within_s": asked.within,
     }
 
 
@@ -97,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--options", default="{}", help='options of apply as JSON: \'{"backend": "cuda"}\'')
     parser.add_argument("--ways", default=",".join(WAYS), help="which, in this order; apply comes first")
     parser.add_argument("--formats", default="package,kernels,patch,pt2", help="which are exported, in this order")
+    parser.add_argument("--within", type=float, help="seconds for each export; its stages are printed")
     parser.add_argument("--total", type=float, default=235.0, help="seconds for all of it")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for each process")
     parser.add_argument("--apply-limit", type=float, default=150.0, help="seconds for the process that applies and exports")

@@ -54,11 +54,30 @@ def export(place: Place, fused: Any, form: str) -> None:
     started = time.perf_counter()
     with Noted(place, export=form):
         options = {"with_cache": True} if form == "package" else {}
-        left_out = fused.export(place.folder / "exports" / f"{form}_of_run", format=form, **options)
+        to = place.folder / "exports" / f"{form}_of_run"
+        left_out = fused.export(to, format=form, within_s=place.settings.get("within_s"), progress=Lines(), **options)
         place.note(export=form, seconds=round(time.perf_counter() - started, 2), left_out=list(left_out))
 
 
-def compare(place: Place, fused: Any, loaded: Any, way: str, install: Callable[..., Callable[[], object]]) -> None:
+class Lines:
+    """Prints when each stage begins, for a process that is ended in the middle too.
+
+    No subclass of ``Progress``: the package's process imports this module, and nothing of fusion_advisor.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def phase(self, name: str) -> None:
+        """A stage begins."""
+        print(f"{time.perf_counter() - self._started:7.1f} s  {name}", flush=True)
+
+    def note(self, text: str) -> None:
+        """What it found."""
+        print(f"{'':12}{text}", flush=True)
+
+
+def compare(place: Place, fused: Any, loaded: Any, way: str, install: Callable[..., Any]) -> None:
     """Time a way and the fused model in place in turn; the share is of their medians."""
     from tools.start_up.child import ROUNDS, Noted, counters, timed
 

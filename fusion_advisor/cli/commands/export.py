@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +28,10 @@ def export(
     with_cache: Annotated[
         bool, typer.Option("--with-cache", help="Ship the compiled kernels too: a machine like this one compiles nothing.")
     ] = False,
+    within: Annotated[
+        float | None,
+        typer.Option("--within", metavar="SECONDS", min=1, help="Give up then, and say in which stage. [default: no limit]"),
+    ] = None,
     trust_remote_code: options.TrustOpt = False,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
@@ -46,10 +50,9 @@ def export(
     refuse_existing(to, force=force)
     directory = run_dir.resolve(run)
     with TerminalProgress(settings) as shown:
-        shown.phase("export")
-        left_out = core.export_run(
-            directory, to, force=force, trust_remote_code=trust_remote_code, form=form, with_cache=with_cache
-        )
+        shown.phase("load the model")
+        wanted: dict[str, Any] = {"form": form, "with_cache": with_cache, "within_s": within, "progress": shown}
+        left_out = core.export_run(directory, to, force=force, trust_remote_code=trust_remote_code, **wanted)
     for sentence in left_out:
         warn(settings, f"not in the {form}: {sentence}")
     check = ["python", str(to / "run.py")] if form == PT2 else ["pytest", str(to / "tests")]

@@ -202,15 +202,24 @@ def profile_training(loaded: Loaded, options: ProfileOptions, progress: Progress
 
 
 def export_run(
-    run: Path, folder: Path, *, force: bool, trust_remote_code: bool, form: str = "package", with_cache: bool = False
+    run: Path, folder: Path, *, force: bool, trust_remote_code: bool, form: str = "package", **options: Any
 ) -> tuple[str, ...]:
-    """Load a run's model again, and write its kept kernels in a format; return sentences about what is left out."""
+    """Load a run's model again, and write its kept kernels in a format; return sentences about what is left out.
+
+    Args:
+        run: its directory.
+        folder: to be written.
+        force: replace what is there.
+        trust_remote_code: run the code that comes with a model.
+        form: of the export.
+        options: of :func:`fusion_advisor.export.formats.write.write_plan`.
+    """
     export = import_module("fusion_advisor.export.export")
     saved = import_module("fusion_advisor.fuse.live.saved_plan").load_plan(run)
     export.check_export(saved, folder, force=force)
     request = replace(stored_request(run), trust_remote_code=trust_remote_code)
     write = import_module("fusion_advisor.export.formats.write").write_plan
-    left_out: tuple[str, ...] = write(load_workload(request), saved, folder, form=form, force=force, with_cache=with_cache)
+    left_out: tuple[str, ...] = write(load_workload(request), saved, folder, form=form, force=force, **options)
     return left_out
 
 

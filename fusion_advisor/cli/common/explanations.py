@@ -244,13 +244,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "runs are of different devices, models or shapes. A gate that cannot be checked does not pass.",
     ),
     "FA517": (
-        "A package holds one graph: kernels of chains, torch's own ops, merged GEMMs and constants. It holds no graph break, no "
-        "KV cache or other object among the arguments or in the output, no kernel that writes into its inputs, and no kernel "
-        "of a linear layer.",
-        "Calls of fixed sizes without a cache can be exported: pass use_cache=False in your inputs. --skip leaves a rewrite out.",
-        "--format pt2 takes C++ kernels alone: Python launches Triton and CUDA C++ kernels, and a compiled model runs no Python. "
-        "--format patch takes chains that some statements of one function compute, without other ops. --format kernels takes "
-        "every kernel of a chain as a function.",
+        "A package holds one graph: kernels of chains and of linear layers, torch's own ops, merged GEMMs and constants. A KV "
+        "cache comes in as an argument. It holds no graph break, and no object in the output that a call cannot make.",
+        "--skip leaves a rewrite out. --format pt2 takes no kernel that only Python can launch. --format patch takes chains that "
+        "some statements of one function compute, without other ops. --format kernels takes every chain as a function.",
+        "--within gives up after so many seconds and says in which stage that was.",
     ),
     "FA518": ("Only kernels of chains that were kept go into a package; a run that kept none has nothing to give.",),
     "FA519": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.aot_package.op_source import entries, in_library, library_ops, refuse_python_launches, traced_ops
+from fusion_advisor.export.aot_package.stages import Stages
 from fusion_advisor.export.aot_package.traced import imported, named_tensors, traced
 from fusion_advisor.export.collect import rewritten
 from fusion_advisor.export.export import check_export, package_name
@@ -33,7 +34,9 @@ _FLOORS = {"float32": 1e-5, "float64": 1e-12}
 """Relative difference from the fused model that Inductor's other order of sums may make; 2e-2 for half types."""
 
 
-def export_pt2(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, force: bool = False) -> tuple[str, ...]:
+def export_pt2(
+    loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, force: bool = False, stages: Stages | None = None
+) -> tuple[str, ...]:
     """Write a compiled package of the fused model, and the library of its kernels.
 
     Args:
@@ -41,6 +44,7 @@ def export_pt2(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, force:
         saved: the plan.
         folder: of the export, whose name becomes the ops' namespace.
         force: replace what is there.
+        stages: that are announced.
 
     Returns:
         sentences about kept rewrites that the package does not have.
@@ -55,16 +59,22 @@ def export_pt2(loaded: LoadedWorkload, saved: SavedPlan, folder: Path, *, force:
     check_export(saved, folder, force=force)
     if missing := missing_for_packages():
         raise CannotExport(detail=f"torch {torch.__version__} has no {missing}")
-    name = package_name(folder)
-    found = printed(loaded, rewritten(loaded, saved))
-    refuse_python_launches(found.ops)
+    name, stages = package_name(folder), stages or Stages()
+    with stages.stage("capture again"):
+        graph = rewritten(loaded, saved)
+    with stages.stage("print the source"):
+        found = printed(loaded, graph)
+        refuse_python_launches(found.ops)
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as place:
-        files = _made(loaded, saved, found, name, Path(place))
-        write_folder(files, folder, force=force)
+        files = _made(loaded, saved, found, name, Path(place), stages)
+        with stages.stage("write"):
+            write_folder(files, folder, force=force)
     return found.left_out
 
 
-def _made(loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, place: Path) -> dict[str, bytes | Path]:
+def _made(
+    loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, place: Path, stages: Stages
+) -> dict[str, bytes | Path]:
     """Make everything in a folder for temporary files; return the content of the export."""
     call = {one: loaded.kwargs.get(one) for one, _ in found.tensors} | _positional(loaded)
     tensors = {one: value for one, value in call.items() if isinstance(value, torch.Tensor)}
@@ -78,13 +88,19 @@ def _made(loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, p
     files |= op_library_files(found, context)
     made = place / "made"
     _write(made, files)
-    with ThreadPoolExecutor(1) as pool:  # nvcc compiles the library while AOTInductor compiles the model
-        built = pool.submit(_run, [sys.executable, "build.py"], made, "its op library") if library else None
-        outputs, eager = _compiled(loaded, saved, found, name, place, tensors)
+    # nvcc compiles the library while AOTInductor compiles the model
+    building = stages.meanwhile([sys.executable, "build.py"], made) if library else contextlib.nullcontext(None)
+    results = place / "results.pt"
+    alone = stages.meanwhile([sys.executable, "-c", _RUN_ALONE, "run.py", "--save", str(results)], made, waits=True)
+    with building as built, alone as ran_alone:
+        outputs, eager = _compiled(loaded, saved, found, name, place, tensors, stages)
         if built is not None:
-            built.result()
-    (place / "model.pt2").rename(made / "model.pt2")
-    context["agreement"] = _agreement(made, place, outputs, eager)
+            with stages.stage("op library"):
+                stages.note(_require(built(), "its op library"))
+        (place / "model.pt2").rename(made / "model.pt2")
+        with stages.stage("run it alone"):
+            _require(ran_alone(), "the compiled model")
+            context["agreement"] = _agreement(results, outputs, eager)
     files["README.md"] = rendered("export/pt2/README.md", context)
     return files | {one: made / one for one in ("model.pt2", *[context["library_file"]] * bool(library))}
 
@@ -126,19 +142,23 @@ def pt2_context(saved: SavedPlan, found: Printed, name: str) -> dict[str, Any]:
 
 
 def _compiled(
-    loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, place: Path, tensors: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    loaded: LoadedWorkload, saved: SavedPlan, found: Printed, name: str, place: Path, tensors: Mapping[str, torch.Tensor],
+    stages: Stages,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:  # fmt: skip
     """Write ``model.pt2``; return the outputs of the fused model and of the model as it is."""
     source = place / "source"
     listed = traced_ops(ops_context(found.ops, saved.report, name), found.ops)
     own = {"ops.py": rendered("export/ops.py", listed), "_compiled.py": rendered("export/pt2/_compiled.py", listed)}
     _write(source, files_of(found, saved.report, name) | {f"{name}/{file}": content for file, content in own.items()})
-    with torch.no_grad():
-        eager = named_tensors(loaded.model(**tensors, **found.values))
     with imported(source, name) as package:
-        program, outputs = traced(package, loaded.model, tensors, found.values)
+        with stages.stage("trace"), torch.no_grad():
+            eager = named_tensors(loaded.model(**tensors, **found.values))
+            program, outputs = traced(package, loaded.model, tensors, found.values)
         try:
-            compile_and_package(program, place / "model.pt2")
+            with stages.stage("AOTInductor"):
+                is_on_gpu = found.expected["device"] == "cuda"
+                spent = compile_and_package(program, place / "model.pt2", is_on_gpu=is_on_gpu)
+                stages.note(", ".join(f"{part} {seconds:.1f} s" for part, seconds in spent.items()))
         except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
             line = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
             raise CannotExport(detail=f"AOTInductor refuses its graph: {line[:300]}") from error
@@ -151,14 +171,22 @@ def _positional(loaded: LoadedWorkload) -> dict[str, Any]:
     return dict(zip(names, loaded.args, strict=False))
 
 
-def _agreement(made: Path, place: Path, outputs: Mapping[str, torch.Tensor], eager: Mapping[str, torch.Tensor]) -> str:
-    """Run the package in a process of its own; say how near it comes to the fused model.
+_RUN_ALONE = """\
+import runpy, sys
+import torch, torch._inductor.package
+sys.stdin.read()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script as soon as its input ends. torch is imported before, beside the compilation: 4 s on two cores of an AMD EPYC."""
+
+
+def _agreement(results: Path, outputs: Mapping[str, torch.Tensor], eager: Mapping[str, torch.Tensor]) -> str:
+    """Say how near a package's results in a process of its own come to the fused model's.
 
     Raises:
-        CannotExport: it does not run there, or its results are too far from the fused model's.
+        CannotExport: they are too far from them.
     """
-    results = place / "results.pt"
-    _run([sys.executable, "run.py", "--save", str(results)], made, "the compiled model")
     found = torch.load(results, weights_only=True, map_location="cpu")
     if all(torch.equal(found[name], value.cpu()) for name, value in outputs.items()):
         return "Its results have the fused model's bits."
@@ -177,10 +205,11 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm().clamp_min(1e-30))
 
 
-def _run(command: list[str], folder: Path, what: str) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+def _require(done: subprocess.CompletedProcess[str], what: str) -> str:
+    """Refuse to go on where a process failed; return the last line that it wrote."""
     if done.returncode:
         raise CannotExport(detail=f"{what} does not work: {why_it_failed(done)}")
+    return (done.stdout.strip().splitlines() or [""])[-1]
 
 
 def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:

@@ -1,1 +1,4 @@
-"""Modules of which each exported package has a copy, as they are: they import the standard library and torch alone."""
+"""Modules of which each exported package has a copy: they import the standard library, torch and each other alone.
+
+Where cuda-bindings are installed, a recorded CUDA graph is changed by them.
+"""

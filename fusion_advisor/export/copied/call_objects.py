@@ -179,7 +179,9 @@ class Seen:
         self._roots: dict[str, weakref.ref[Any]] = {}
         self._dicts: list[dict[str, Any]] = []
         self._lists: list[list[Any]] = []
+        self._values: list[Any] = []
         self._then: tuple[list[Any], ...] = ()
+        self._found: list[torch.Tensor] = []
         self._layouts: tuple[list[Any], ...] = ()
 
     def note(self, call: Mapping[str, Any], names: Iterable[str], paths: Iterable[str]) -> None:
@@ -199,37 +201,53 @@ class Seen:
         self._dicts = [one for one in found if isinstance(one, dict)]
         self._lists = [one for one in found if isinstance(one, list)]
         self.tensors = {path: at(path, dict(call)) for path in paths}
-        self.storages = frozenset(one.untyped_storage().data_ptr() for one in self.tensors.values())
-        self._then, self._layouts = self._held(), self._laid_out()
+        self._found = [*self.tensors.values()]
+        self.storages = frozenset(one.untyped_storage().data_ptr() for one in self._found)
+        self._values, self._then, self._layouts = [*self._held()], self._named(), self._laid_out()
 
-    def is_unchanged(self, call: Mapping[str, Any]) -> bool:
-        """Whether a call's objects are those that were noted, and hold the same.
+    def holds_the_same(self, call: Mapping[str, Any]) -> bool:
+        """Whether a call's objects are those that were noted, and hold the same objects in this order, or the first of them.
+
+        So its tensors are those that were noted. That is all that is compared ahead of a launch which can be undone.
 
         Args:
             call: arguments by name.
         """
-        if not self._roots or any(root() is not call.get(name) for name, root in self._roots.items()):
+        if not self._roots:
             return False
-        names, values, kinds = self._held()
-        return (
-            names == self._then[0]
-            and len(values) == len(self._then[1])
-            and all(map(operator.is_, values, self._then[1]))
-            and kinds == self._then[2]
-            and self._laid_out() == self._layouts
-        )
+        for name, root in self._roots.items():
+            if root() is not call.get(name):
+                return False
+        return all(map(operator.is_, self._held(), self._values))
 
-    def _held(self) -> tuple[list[Any], ...]:
-        """Return the names and values that the objects hold, and their classes."""
-        values = [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
+    def is_unchanged(self, call: Mapping[str, Any], *, holds_the_same: bool = False) -> bool:
+        """Whether a call's objects are those that were noted, and hold the same.
+
+        Args:
+            call: arguments by name.
+            holds_the_same: whether that was asked for this call.
+        """
+        is_same = holds_the_same or self.holds_the_same(call)
+        return is_same and self._named() == self._then and self._laid_out() == self._layouts
+
+    def _held(self) -> Iterator[Any]:
+        """Yield what the objects hold."""
+        return chain(chain.from_iterable(map(dict.values, self._dicts)), chain.from_iterable(self._lists))
+
+    def _named(self) -> tuple[list[Any], ...]:
+        """Return the names of what the objects hold, how much the lists hold, and all classes."""
         roots = [type(root()) for root in self._roots.values()]
-        return [*chain.from_iterable(self._dicts)], values, [*roots, *map(type, values)]
+        return [*chain.from_iterable(self._dicts)], [*map(len, self._lists)], [*roots, *map(type, self._held())]
 
     def _laid_out(self) -> tuple[list[Any], ...]:
         """Return addresses, sizes, strides and dtypes of the tensors, which can change in place."""
-        kind, found = torch.Tensor, self.tensors.values()
-        asked = (kind.data_ptr, kind.size, kind.stride, operator.attrgetter("dtype"))
-        return tuple([*map(one, found)] for one in asked)
+        kind, found = torch.Tensor, self._found
+        return (
+            [*map(kind.data_ptr, found)], [*map(kind.size, found)], [*map(kind.stride, found)], [*map(_DTYPE, found)]
+        )  # fmt: skip
+
+
+_DTYPE = operator.attrgetter("dtype")
 
 
 def _containers(value: Any) -> Iterator[dict[str, Any] | list[Any]]:

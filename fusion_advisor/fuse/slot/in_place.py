@@ -16,6 +16,7 @@ import torch
 
 from fusion_advisor.errors import CannotCopy, CannotExport
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.slot.counters import Fallbacks, LaunchCounter
 from fusion_advisor.records import Fusion, GraphRewrite, Report, Status
 from fusion_advisor.runtime.torch_internals import dynamo, module_call
@@ -140,7 +141,14 @@ class InPlace:
         self.revert()
 
     def export(
-        self, path: str | Path, *, format: str = "package", force: bool = False, with_cache: bool = False
+        self,
+        path: str | Path,
+        *,
+        format: str = "package",
+        force: bool = False,
+        with_cache: bool = False,
+        within_s: float | None = None,
+        progress: Progress | None = None,
     ) -> tuple[str, ...]:
         """Write what was kept for a program that has torch and not fusion_advisor.
 
@@ -152,13 +160,15 @@ class InPlace:
                 own source).
             force: replace a folder that is there.
             with_cache: ship a package's compiled kernels too: a machine like this one compiles nothing.
+            within_s: seconds that it may take; none: as long as it takes.
+            progress: is told the stages.
 
         Returns:
             Sentences about kept rewrites that the export does not have.
 
         Raises:
             UsageError: the format is not known, or has no place for compiled kernels.
-            CannotExport: the format cannot hold the model or what was kept.
+            CannotExport: the format cannot hold the model or what was kept, or the time was up.
             NothingToExport: no kernel was kept.
             ExportExists: the folder is there, and ``force`` was not given.
         """
@@ -167,7 +177,8 @@ class InPlace:
         was_applied = self.is_applied
         self.revert()
         try:
-            return self.exporter(Path(path), form=format, force=force, with_cache=with_cache)
+            options = {"force": force, "with_cache": with_cache, "within_s": within_s, "progress": progress}
+            return self.exporter(Path(path), form=format, **options)
         finally:
             if was_applied:
                 self.apply()

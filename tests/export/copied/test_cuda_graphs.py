@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusion_advisor.export.copied.cuda_graphs import MOST_GRAPHS, CudaRecorder, Graphs
+from fusion_advisor.export.copied.graph_outputs import Late
 
 
 class Cache:
@@ -174,14 +175,17 @@ def test_a_call_that_was_started_in_vain_is_undone():
     step, recorder, notes = Step(), FakeRecorder(), []
     cache, x = Cache(), torch.ones(4)
     call, tensors = {"cache": cache, "x": x}, {"cache.keys": cache.keys, "x": x}
+    held = {"cache.keys": cache.keys}
     graphs = Graphs(recorder, [step.weight], ["cache.keys"], notes.append, ["cache.keys"])
-    assert graphs.started(call, tensors) is None
+    assert graphs.started(call, held) is None
     for _ in range(2):
         graphs.run(call, tensors, step)
     assert torch.equal(cache.keys, torch.full((4,), 2.0))
-    graphs.started(call, tensors).undo()
+    started = graphs.started(call, held)
+    assert started.is_for([step.weight.data_ptr()]) and not started.is_for([cache.keys.data_ptr()])
+    started.undo()
     assert recorder.replays == 2 and torch.equal(cache.keys, torch.full((4,), 2.0))
-    found = graphs.started(call, tensors).results()
+    found = graphs.started(call, held).results()
     assert torch.equal(cache.keys, torch.full((4,), 3.0)) and torch.equal(found.total, torch.full((4,), 5.0))
 
 
@@ -192,7 +196,75 @@ def test_a_call_whose_writes_cannot_be_undone_is_not_started():
     graphs = Graphs(recorder, [step.weight], ["cache.keys"], notes.append)
     for _ in range(2):
         graphs.run(call, tensors, step)
-    assert graphs.started(call, tensors) is None and recorder.replays == 1
+    assert graphs.started(call, {"cache.keys": cache.keys}) is None and recorder.replays == 1
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_graph_is_not_started_where_memory_that_it_reads_was_freed(is_kept):
+    step, recorder = Step(), FakeRecorder()
+    cache, x = Cache(), torch.ones(4)
+    call, tensors, held = {"cache": cache, "x": x}, {"cache.keys": cache.keys, "x": x}, {"cache.keys": cache.keys}
+    graphs = Graphs(recorder, [step.weight], ["cache.keys"], lambda reason: None, ["cache.keys"])
+    for _ in range(2):
+        graphs.run(call, tensors, step)
+    before = step.weight.detach() if is_kept else None
+    step.weight.data = torch.full((4,), 5.0)
+    started = graphs.started(call, held)
+    assert (started is not None) is is_kept
+    if started is not None:
+        assert not started.is_for([step.weight.data_ptr()]) and started.is_for([before.data_ptr()])
+        started.undo()
+    for _ in range(2):
+        found = graphs.run(call, tensors, step)
+    assert torch.equal(found.total, torch.full((4,), 9.0)) and graphs.started(call, held) is not None
+
+
+def test_a_graph_is_not_started_for_another_cache():
+    step, recorder = Step(), FakeRecorder()
+    graphs = Graphs(recorder, [step.weight], ["cache.keys"], lambda reason: None, ["cache.keys"])
+    caches, x = [Cache(), Cache()], torch.ones(4)
+    for cache in caches[:1] * 2:
+        graphs.run({"cache": cache, "x": x}, {"cache.keys": cache.keys, "x": x}, step)
+    assert [graphs.started({"cache": one, "x": x}, {"cache.keys": one.keys}) is None for one in caches] == [False, True]
+
+
+def test_results_are_copied_in_one_go_each_and_arguments_likewise():
+    """Two results that share memory are one copy, an empty one is one of its own, a part of a memory copies that part alone."""
+    x, y, weight = torch.arange(6.0), torch.ones(2), torch.ones(1)
+
+    def forward(call):
+        whole = call["x"] * weight + call["y"].sum()
+        late = Late.of(torch.add, whole, 1) if call["x"] is not x else whole + 1
+        return {"parts": [whole[1:3], whole[2:4]], "none": whole[:0], "late": (late, late), "number": 3}
+
+    class Kept:
+        def is_recording(self):
+            return False
+
+        def record(self, run):
+            output = run()
+            self.whole = output["parts"][0]._base
+
+            def replay():
+                self.whole.copy_(run()["parts"][0]._base)
+
+            return output, replay
+
+    graphs = Graphs(Kept(), [weight], [], lambda reason: None)
+    call = {"x": x, "y": y}
+    graphs.run(call, call, forward)
+    graphs.run(call, call, forward)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        started = graphs.started(call, {})
+    found = started.results()
+    names = [event.name for event in profile.events() if event.cpu_parent is None]
+    assert names.count("aten::_foreach_copy_") == 1 and names.count("aten::clone") == 2
+    expected = x + 2
+    first, second = found["parts"]
+    assert torch.equal(first, expected[1:3]) and torch.equal(second, expected[2:4])
+    assert second.data_ptr() == first[1:].data_ptr() and first.untyped_storage().nbytes() == 12
+    assert found["none"].shape == (0,) and found["number"] == 3
+    assert found["late"][0] is found["late"][1] and torch.equal(found["late"][0], expected + 1)
 
 
 def test_what_was_recorded_in_inference_mode_serves_calls_outside_it():

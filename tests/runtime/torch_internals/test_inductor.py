@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -71,10 +72,29 @@ def test_a_torch_that_is_too_old_for_packages_is_known(tmp_path):
     assert inductor.missing_for_packages(include=tmp_path) == "headers of the stable ABI (torch 2.10)"
 
 
+def test_the_options_of_packages_are_known():
+    assert hasattr(torch._inductor.config.cpp, "vec_isa_ok")
+    assert hasattr(torch._inductor.config.aot_inductor, "precompile_headers")
+
+
 @pytest.mark.slow  # half a minute of a C++ compiler
-def test_a_program_becomes_a_package_that_loads(tmp_path):
-    x = torch.randn(4, 4)
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_a_program_becomes_a_package_that_loads(is_on_gpu, tmp_path):
+    """For a GPU nobody asks for the CPU's vector instructions; what is compiled for the CPU later asks anew."""
+    from torch._inductor import cpu_vec_isa
+
+    x, built = torch.randn(4, 4), []
     program = torch.export.export(torch.nn.Tanh(), (x,))
-    inductor.compile_and_package(program, tmp_path / "tanh.pt2")
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    asked = cpu_vec_isa.VecISA.check_build.__code__
+    sys.setprofile(lambda frame, event, _: built.append(event) if event == "call" and frame.f_code is asked else None)
+    try:
+        spent = inductor.compile_and_package(program, tmp_path / "tanh.pt2", is_on_gpu=is_on_gpu)
+    finally:
+        sys.setprofile(None)
+    assert is_on_gpu is not bool(built)
+    assert {"lowering", "C++"} <= spent.keys() and all(seconds > 0 for seconds in spent.values())
+    if is_on_gpu:
+        assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 0
     found = torch._inductor.aoti_load_package(str(tmp_path / "tanh.pt2"))(x)
     torch.testing.assert_close(found, x.tanh())

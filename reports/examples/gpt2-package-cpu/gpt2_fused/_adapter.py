@@ -8,7 +8,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from operator import attrgetter
+from operator import attrgetter, is_
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -23,6 +23,10 @@ EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text(encodi
 _OBJECTS_FILE = Path(__file__).parent / "objects.json"
 OBJECTS = json.loads(_OBJECTS_FILE.read_text(encoding="utf-8")) if _OBJECTS_FILE.exists() else {}
 """What the objects among the call's arguments hold: a cache's classes and plain values."""
+PASSED = [(name, laid) for name, laid in TENSORS.items() if "." not in name]
+"""Tensors that are arguments themselves."""
+HELD = [(name, laid) for name, laid in TENSORS.items() if "." in name]
+"""Those that its objects hold."""
 _MISSING = object()
 _DTYPE, _IS_CUDA = attrgetter("dtype"), attrgetter("is_cuda")
 
@@ -120,24 +124,46 @@ class FusedForward:
         call = dict(zip(self.positions, args))
         call.update(kwargs)
         is_compiling = torch.compiler.is_compiling()
-        refusal = self._refusal(call, len(args))
-        given = {} if refusal else {name: call[name] for name in ARGUMENTS}
-        tensors = {} if refusal or self.graphs is None or is_compiling else self._tensors(given)
-        # The model is looked at while the GPU works.
-        started = self.graphs.started(given, tensors) if tensors else None
-        if not refusal and not is_compiling:
-            refusal = self.guard.change()
-        if refusal:
+        refusal = self._refusal_at_once(call, len(args))
+        if is_compiling and not refusal:
+            refusal = self._refusal_of_objects(call, is_compiling=True)
+            if not refusal:
+                return self.launched({name: call[name] for name in ARGUMENTS})
+        elif not refusal:
+            refusal, result = self._fused(call)
+            if not refusal:
+                return result
+        if not is_compiling:
+            self.fallbacks[refusal] += 1
+        return self.original(*args, **kwargs)
+
+    def _fused(self, call: dict[str, Any]) -> tuple[str, Any]:
+        """Run the kernels: a graph is replayed before the call's objects and the model are looked at, while the GPU works.
+
+        Returns:
+            why the call is not the verified one, or an empty text and the output.
+        """
+        is_held = not OBJECTS or self.seen.holds_the_same(call)
+        if WRITTEN and is_held and self._share_memory(call):
+            return _SHARED, None
+        started = self.graphs.started(call, self.seen.tensors) if self.graphs is not None and is_held else None
+        try:
+            refusal = self._refusal_of_objects(call, is_held=is_held) or self.guard.change()
+            if started is not None and not refusal and started.is_for(self.guard.addresses):
+                return "", started.results()
+        except BaseException:
             if started is not None:
                 started.undo()
-            if not is_compiling:
-                self.fallbacks[refusal] += 1
-            return self.original(*args, **kwargs)
+            raise
         if started is not None:
-            return started.results()
-        if self.graphs is None or is_compiling:
-            return self.launched(given)
-        return self.graphs.run(given, tensors, self.launched)
+            started.undo()
+        if refusal:
+            return refusal, None
+        given = {name: call[name] for name in ARGUMENTS}
+        if self.graphs is None:
+            return "", self.launched(given)
+        tensors = {name: _objects.at(name, call) for name in TENSORS}
+        return "", self.graphs.run(given, tensors, self.launched)
 
     def launched(self, given: Mapping[str, Any]) -> Any:
         """Run the kernels, one launch after the other."""
@@ -147,7 +173,8 @@ class FusedForward:
         """Count a call that was not made as it was asked for."""
         self.fallbacks[reason] += 1
 
-    def _refusal(self, call: dict[str, Any], count: int) -> str:
+    def _refusal_at_once(self, call: dict[str, Any], count: int) -> str:
+        """Say why a call is not the verified one, as far as that shows without a look into its objects."""
         if torch.is_grad_enabled():
             return "gradients are enabled: call it under torch.no_grad()"
         if self.model.training:
@@ -156,23 +183,10 @@ class FusedForward:
             return "autocast is on"
         if count > len(self.positions):
             return "it has more positional arguments than the forward names"
-        is_compiling = torch.compiler.is_compiling()
-        is_seen = not is_compiling and self.seen.is_unchanged(call)
-        for name, spec in OBJECTS.items():
-            if name not in call or not (is_compiling or is_seen or _objects.is_like(spec, call[name])):
-                return f"`{name}` is of other classes or holds other values"
-        for name, laid in TENSORS.items():
-            if is_seen and name in self.seen.tensors:
-                continue
-            value = _objects.at(name, call) if "." in name else call.get(name)
-            if not isinstance(value, torch.Tensor):
-                return f"`{name}` is no tensor"
-            if value.shape != laid.shape or value.dtype != laid.dtype or value.device.type != EXPECTED["device"]:
-                return f"`{name}` has other sizes, another dtype or another device"
-            if value.stride() != laid.stride:
-                return f"`{name}` has other strides"
-        if WRITTEN and not is_compiling and self._share_memory(call, is_seen):
-            return "tensors of the call share memory, and it writes into some of them"
+        for name, laid in PASSED:
+            refusal = _layout_refusal(name, laid, call.get(name))
+            if refusal:
+                return refusal
         for name, value in VALUES.items():
             found = call.get(name, self.defaults.get(name, _MISSING))
             if type(found) is not type(value) or found != value:
@@ -180,31 +194,57 @@ class FusedForward:
         for name, value in call.items():
             if name not in ARGUMENTS and name not in VALUES and value is not self.defaults.get(name, _MISSING):
                 return f"`{name}` was not given when it was verified"
-        if OBJECTS and not is_compiling and not is_seen and not SETS:
-            self.seen.note(call, OBJECTS, [name for name in TENSORS if "." in name])
         return ""
 
-    def _tensors(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return a call's tensors by their paths."""
-        known = self.seen.tensors
-        return {name: known[name] if name in known else _objects.at(name, call) for name in TENSORS}
+    def _refusal_of_objects(self, call: dict[str, Any], *, is_held: bool = False, is_compiling: bool = False) -> str:
+        """Say why a call's objects are not as the verified one's; is_held: they hold what those of the last call held."""
+        if not OBJECTS or (is_held and self.seen.is_unchanged(call, holds_the_same=True)):
+            return ""
+        for name, spec in OBJECTS.items():
+            if name not in call or not (is_compiling or _objects.is_like(spec, call[name])):
+                return f"`{name}` is of other classes or holds other values"
+        for name, laid in HELD:
+            refusal = _layout_refusal(name, laid, _objects.at(name, call))
+            if refusal:
+                return refusal
+        if WRITTEN and not is_compiling:
+            addresses = {_objects.at(name, call).untyped_storage().data_ptr() for name in TENSORS}
+            if len(addresses) < len(TENSORS):
+                return _SHARED
+        if not is_compiling and not SETS:
+            self.seen.note(call, OBJECTS, [name for name, _ in HELD])
+        return ""
 
-    def _share_memory(self, call: dict[str, Any], is_seen: bool) -> bool:
-        """Whether two of a call's tensors lie in one memory; those of objects that were seen do not."""
-        known = self.seen.storages if is_seen else frozenset()
-        names = [name for name in TENSORS if not (is_seen and name in self.seen.tensors)]
-        addresses = {_objects.at(name, call).untyped_storage().data_ptr() for name in names}
-        return len(addresses) < len(names) or not addresses.isdisjoint(known)
+    def _share_memory(self, call: dict[str, Any]) -> bool:
+        """Whether two of a call's tensors lie in one memory; those of its objects do not, as the last call's did not."""
+        addresses = {call[name].untyped_storage().data_ptr() for name, _ in PASSED}
+        return len(addresses) < len(PASSED) or not addresses.isdisjoint(self.seen.storages)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse: a copy would go on calling this model."""
         raise TypeError(f"revert the model before it is copied or pickled: {__package__}.revert(model)")
 
 
+_SHARED = "tensors of the call share memory, and it writes into some of them"
+
+
+def _layout_refusal(name: str, laid: Any, value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"`{name}` is no tensor"
+    if value.shape != laid.shape or value.dtype != laid.dtype or value.device.type != EXPECTED["device"]:
+        return f"`{name}` has other sizes, another dtype or another device"
+    if value.stride() != laid.stride:
+        return f"`{name}` has other strides"
+    return ""
+
+
 class _Guard:
     """A model as it was when the kernels were put in: submodules, parameters, buffers, hooks, dtypes, dropouts.
 
-    It is looked at before each call: with 28 layers of Qwen2.5 it has 371 modules and 341 tensors, so all loops are in C.
+    It is looked at at each call: with 28 layers of Qwen2.5 it has 371 modules and 341 tensors, so all loops are in C.
+
+    Attributes:
+        addresses: of the parameters and buffers, as they were when it was last looked at.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -215,10 +255,9 @@ class _Guard:
         self._hook_count = sum(map(len, self._hooks))
         self._tables = [table for one in model.modules() for table in (one._parameters, one._buffers) if table]
         self._known = [*itertools.chain.from_iterable(map(dict.values, self._tables))]
-        self._ids = [*map(id, self._known)]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._dtypes, self._on_gpu = [*map(_DTYPE, self._tensors)], [*map(_IS_CUDA, self._tensors)]
-        self._addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
+        self.addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
         self._dropouts = [one for one in model.modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
 
     def change(self) -> str:
@@ -227,7 +266,8 @@ class _Guard:
             return "a submodule was replaced after apply"
         if sum(map(len, self._hooks)) != self._hook_count:
             return "a hook was added to a submodule after apply"
-        if [*map(id, itertools.chain.from_iterable(map(dict.values, self._tables)))] != self._ids:
+        held = itertools.chain.from_iterable(map(dict.values, self._tables))
+        if not all(map(is_, held, self._known)) or sum(map(len, self._tables)) != len(self._known):
             return "a parameter or buffer is another one than at apply: revert, and apply again"
         if [*map(_DTYPE, self._tensors)] != self._dtypes or self._are_moved():
             return "parameters have another dtype or device than at apply"
@@ -239,10 +279,10 @@ class _Guard:
     def _are_moved(self) -> bool:
         """Whether a parameter is on another device: what has its address is on the same."""
         found = [*map(torch.Tensor.data_ptr, self._tensors)]
-        if found == self._addresses:
+        if found == self.addresses:
             return False
         is_moved = [*map(_IS_CUDA, self._tensors)] != self._on_gpu
-        self._addresses = self._addresses if is_moved else found
+        self.addresses = self.addresses if is_moved else found
         return is_moved
 
 

@@ -9,12 +9,13 @@ because it compiles and allocates what must not be in a graph.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from ._outputs import Given, Late, Make, Outlets, storage_of
 
 _address = torch.Tensor.data_ptr
 
@@ -33,7 +34,15 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs by torch."""
+    """Records CUDA graphs by torch.
+
+    Args:
+        replace: puts kernels in place of a captured graph's memsets, which are launched more slowly. A graph that it fails at is
+            recorded again without it.
+    """
+
+    def __init__(self, replace: Callable[[Any], int] | None = None) -> None:
+        self._replace = replace
 
     def is_recording(self) -> bool:
         """Whether the current stream is recorded."""
@@ -45,60 +54,96 @@ class CudaRecorder:
         Raises:
             RuntimeError: something in it cannot be recorded.
         """
-        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            output = run()
+        try:
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+        except TypeError:  # an older torch instantiates each graph at once
+            self._replace = None
+        if self._replace is None:
+            graph = torch.cuda.CUDAGraph()
+        # A workspace of GEMMs that was made for another graph may be freed with it.
+        clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", int)
+        clear_workspaces()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                output = run()
+        finally:
+            clear_workspaces()
+        if self._replace is not None:
+            try:
+                self._replace(graph)
+            except (RuntimeError, TypeError, AttributeError):  # the last two: bindings of another CUDA
+                self._replace = None
+                return self.record(run)
+            graph.instantiate()
         return output, graph.replay
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Late:
-    """Stands for a large result in a recorded call. The result is made after each replay, in memory of the caller's.
-
-    Inside the graph it would be written to the graph's memory and copied out of it.
-    """
-
-    function: Callable[..., torch.Tensor]
-    given: tuple[Any, ...]
-    """What it is made of; tensors among it are the model's, or what the graph wrote."""
-
-    @classmethod
-    def of(cls, function: Callable[..., torch.Tensor], *given: Any) -> Late:
-        """Note a call instead of making it."""
-        return cls(function, given)
-
-
-def at_once(function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
-    """Make a call that a CUDA graph would leave out."""
-    return function(*given)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Recorded:
     """A graph with the memory that it reads and writes."""
 
-    call: dict[str, Any]
-    """The arguments that it was recorded with: copies, and objects whose tensors lie at the key's addresses."""
-    output: Any
+    statics: tuple[tuple[str, torch.Tensor], ...]
+    """Arguments that are copied into it, with the memory that they are copied to."""
+    objects: tuple[Any, ...]
+    """The other arguments: what the graph writes into must live as long as it does."""
     replay: Callable[[], None]
-    kept: frozenset[int]
-    """Addresses of memory that outlives the graph: the model's, and what the call's objects hold."""
+    memories: tuple[torch.Tensor, ...]
+    """What results are copied from."""
+    late: tuple[Late, ...]
+    make: Make
+    """Makes the output."""
+    addresses: list[int]
+    """Of the model's tensors."""
+    gone: list[Any]
+    """What was freed since, of the memory of these."""
+    references: tuple[Any, ...]
     saved: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     """What is put back after a replay in vain, each with the copy that the graph begins with."""
 
+    def launch(self, call: Mapping[str, Any]) -> None:
+        """Copy a call's tensors in and replay."""
+        if len(self.statics) == 1:
+            ((name, static),) = self.statics
+            static.copy_(call[name])
+        elif self.statics:  # in one launch where they have one dtype
+            torch._foreach_copy_([static for _, static in self.statics], [call[name] for name, _ in self.statics])
+        self.replay()
 
-@dataclasses.dataclass(frozen=True)
+    def results(self, call: Mapping[str, Any], copies: Sequence[torch.Tensor]) -> Any:
+        """Return the output of a call: what the next replay overwrites is copied, and what is an argument is the caller's own."""
+        return self.make(Given(call, copies, [one.function(*one.given) for one in self.late]))
+
+    def copies(self) -> list[torch.Tensor]:
+        """Copy what results are made of."""
+        return [one.clone() for one in self.memories]
+
+
 class Started:
-    """A call whose graph is under way.
+    """A call whose graph is under way; until its results are asked for, nobody has them.
 
-    Attributes:
-        results: hands out its results; until then nobody has them.
-        undo: puts back what the graph writes and the same call would not write again.
+    Args:
+        recorded: its graph, launched.
+        call: its arguments.
     """
 
-    results: Callable[[], Any]
-    undo: Callable[[], None]
+    __slots__ = ("_call", "_copies", "_recorded")
+
+    def __init__(self, recorded: _Recorded, call: Mapping[str, Any]) -> None:
+        self._recorded, self._call = recorded, call
+        self._copies = recorded.copies()
+
+    def is_for(self, addresses: list[int]) -> bool:
+        """Whether the graph reads a model whose tensors lie there: parameters, then buffers."""
+        return addresses == self._recorded.addresses
+
+    def results(self) -> Any:
+        """Hand out the output."""
+        return self._recorded.results(self._call, self._copies)
+
+    def undo(self) -> None:
+        """Put back what the graph writes and the same call would not write again."""
+        _copy(self._recorded.saved, backwards=True)
 
 
 class Graphs:
@@ -114,16 +159,19 @@ class Graphs:
     """
 
     def __init__(
-        self, recorder: Recorder, tensors: Collection[torch.Tensor], written: Collection[str], note: Callable[[str], None],
+        self, recorder: Recorder, tensors: Sequence[torch.Tensor], written: Collection[str], note: Callable[[str], None],
         saved: Collection[str] | None = None,
     ) -> None:  # fmt: skip
         self._recorder = recorder
         self._tensors = tensors
         self._written = frozenset(written)
+        self._passed = [name for name in written if "." not in name]
         self._note = note
         self._saved = saved
         self._known: dict[tuple[int, ...], _Recorded | str] = {}
         """By addresses: a graph, or why there is none; empty after the first call."""
+        self._latest: dict[tuple[int, ...], _Recorded] = {}
+        """By the addresses of the call's own tensors, those of the model left out."""
 
     def run(
         self,
@@ -142,55 +190,61 @@ class Graphs:
         """
         if self._recorder.is_recording():
             return forward(call)
-        key, copied = self._place(tensors)
-        known = self._known.get(key)
+        own = self._own(call, {name: tensor for name, tensor in tensors.items() if "." in name})
+        place = (*map(_address, self._tensors), *own)
+        known = self._known.get(place)
         if known is None:
             if len(self._known) >= MOST_GRAPHS:
                 self._note(f"no CUDA graph: {MOST_GRAPHS} other sets of caches have one")
                 return forward(call)
-            self._known[key] = ""
+            self._known[place] = ""
             return forward(call)
-        if isinstance(known, str):
-            known = known or self._recorded(key, call, tensors, copied, recorded or forward)
+        if known == "":
+            known = self._known[place] = self._recorded(call, tensors, recorded or forward)
         if isinstance(known, str):
             self._note(known)
             return forward(call)
-        return self._replayed(known, call, copied)()
+        if known.gone:  # other memory at the same addresses
+            gone: list[Any] = []
+            known = self._known[place] = dataclasses.replace(known, gone=gone, references=_watched(self._tensors, gone))
+        self._latest[own] = known
+        return self._launched(known, call).results()
 
-    def started(self, call: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Started | None:
-        """Replay a call's graph where it has one and can be undone: the model can be looked at while the GPU works.
+    def started(self, call: Mapping[str, Any], held: Mapping[str, torch.Tensor]) -> Started | None:
+        """Replay a call's graph where it has one and can be undone: the rest is looked at while the GPU works.
+
+        Nothing that the graph reads was freed, and what it writes lies where it lay. Whether it is the model's graph still is
+        for :meth:`Started.is_for` to say.
 
         Args:
-            call: as for :meth:`run`.
-            tensors: as for :meth:`run`.
+            call: as for :meth:`run`; its own tensors have the sizes and dtypes of the recorded call.
+            held: tensors of its objects by path, in the order of :meth:`run`'s.
         """
-        if self._recorder.is_recording() or (self._written and self._saved is None):
+        if not self._latest or self._recorder.is_recording() or (self._written and self._saved is None):
             return None
-        key, copied = self._place(tensors)
-        known = self._known.get(key)
-        if not isinstance(known, _Recorded):
-            return None
-        return Started(self._replayed(known, call, copied), functools.partial(_copy, known.saved, backwards=True))
+        known = self._latest.get(self._own(call, held))
+        return None if known is None or known.gone else self._launched(known, call)
 
-    def _replayed(self, known: _Recorded, call: Mapping[str, Any], copied: Collection[str]) -> Callable[[], Any]:
-        for name in copied:
-            known.call[name].copy_(call[name])
-        known.replay()
-        return lambda: _handed_out(known, call, copied)
+    def _launched(self, known: _Recorded, call: Mapping[str, Any]) -> Started:
+        known.launch(call)
+        try:
+            return Started(known, call)
+        except BaseException:  # no memory for copies
+            _copy(known.saved, backwards=True)
+            raise
 
-    def _place(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[int, ...], list[str]]:
-        """Return the addresses that a call's graph would read and write, and the names of what is copied into it."""
-        copied = [name for name in tensors if "." not in name and name not in self._written]
-        fixed = [tensor for name, tensor in tensors.items() if name not in copied]
-        return tuple(map(_address, itertools.chain(self._tensors, fixed))), copied
+    def _own(self, call: Mapping[str, Any], held: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+        """Return the addresses of the call's tensors that its graph reads and writes where they lie."""
+        return (*map(_address, held.values()), *[_address(call[name]) for name in self._passed])
 
     def _recorded(
-        self, key: tuple[int, ...], call: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], copied: Collection[str],
-        forward: Callable[[Mapping[str, Any]], Any],
-    ) -> _Recorded | str:  # fmt: skip
+        self, call: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], forward: Callable[[Mapping[str, Any]], Any]
+    ) -> _Recorded | str:
+        copied = [name for name in tensors if "." not in name and name not in self._written]
         with torch.inference_mode(False):  # they are written in later calls, in no_grad too
-            own = {**call, **{name: torch.empty_like(call[name]).copy_(call[name]) for name in copied}}
+            statics = {name: torch.empty_like(call[name]).copy_(call[name]) for name in copied}
             saved = tuple((tensors[name], torch.empty_like(tensors[name])) for name in self._saved or ())
+        own = {**call, **statics}
 
         def run() -> Any:
             _copy(saved)
@@ -198,13 +252,21 @@ class Graphs:
 
         try:
             output, replay = self._recorder.record(run)
-            held = [tensor for name, value in own.items() if name not in copied for tensor in _tensors_in(value)]
-            kept = frozenset(tensor.untyped_storage().data_ptr() for tensor in (*self._tensors, *held))
-            found: _Recorded | str = _Recorded(own, output, replay, kept, saved)
         except RuntimeError as error:  # nothing ran: the call can still be made
-            found = f"no CUDA graph: {str(error).partition(chr(10))[0]}"
-        self._known[key] = found
-        return found
+            return f"no CUDA graph: {str(error).partition(chr(10))[0]}"
+        objects = [value for name, value in own.items() if name not in statics]
+        kept = {storage_of(tensor) for tensor in (*self._tensors, *_tensors_in(objects))}
+        outlets, gone = Outlets(own, statics, kept, output), list[Any]()
+        return _Recorded(
+            statics=tuple(statics.items()), objects=tuple(objects), replay=replay, memories=outlets.memories,
+            late=tuple(outlets.late), make=outlets.maker(output), addresses=[*map(_address, self._tensors)],
+            gone=gone, references=_watched(self._tensors, gone), saved=saved,
+        )  # fmt: skip
+
+
+def _watched(tensors: Sequence[torch.Tensor], gone: list[Any]) -> tuple[Any, ...]:
+    """Return weak references to tensors' memory; what is freed is appended to a list."""
+    return tuple(weakref.ref(one.untyped_storage(), gone.append) for one in tensors)
 
 
 def _copy(saved: tuple[tuple[torch.Tensor, torch.Tensor], ...], *, backwards: bool = False) -> None:
@@ -212,62 +274,6 @@ def _copy(saved: tuple[tuple[torch.Tensor, torch.Tensor], ...], *, backwards: bo
     if saved:
         own, copies = [one for one, _ in saved], [copy for _, copy in saved]
         torch._foreach_copy_(own if backwards else copies, copies if backwards else own)
-
-
-def _handed_out(recorded: _Recorded, call: Mapping[str, Any], copied: Collection[str]) -> Any:
-    """Return the output of a call: copies of what the graph wrote, which the next replay overwrites.
-
-    What is an argument, or a view of one, is the caller's own. Results that share memory share a copy.
-    """
-    given = {id(value): call[name] for name, value in recorded.call.items()}
-    of_caller = {recorded.call[name].untyped_storage().data_ptr(): call[name] for name in copied}
-    copies: dict[int, torch.Tensor] = {}
-    made_late: dict[int, torch.Tensor] = {}
-
-    def handed(value: Any) -> Any:
-        if id(value) in given and not isinstance(value, _PLAIN):
-            return given[id(value)]
-        if isinstance(value, Late):
-            if id(value) not in made_late:
-                made_late[id(value)] = value.function(*value.given)
-            return made_late[id(value)]
-        if not isinstance(value, torch.Tensor):
-            return value
-        address = value.untyped_storage().data_ptr()
-        if address in recorded.kept:
-            return value
-        if address in of_caller:
-            base = of_caller[address]
-            return base.as_strided(value.shape, value.stride(), base.storage_offset() + value.storage_offset())
-        if address not in copies:
-            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
-            copies[address] = whole.clone()
-        made = torch.empty(0, dtype=value.dtype, device=value.device)
-        return made.set_(copies[address].untyped_storage(), value.storage_offset(), value.shape, value.stride())
-
-    return _mapped(recorded.output, handed)
-
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return an output with every leaf changed."""
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, change) for item in value))
-    if type(value) is dict:
-        return {name: _mapped(item, change) for name, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Late)):
-        fields = {name: getattr(value, name) for name in _field_names(type(value))}
-        return type(value)(**{name: _mapped(item, change) for name, item in fields.items() if item is not None})
-    return change(value)
-
-
-@functools.cache
-def _field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(one.name for one in dataclasses.fields(kind) if one.init)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
