@@ -52,6 +52,7 @@ class TrainingStep:
         call: Callable[..., Any] | None = None,
     ) -> None:
         self._model, self._args, self._kwargs, self._model_id = model, args, kwargs, model_id
+        self._asking = [one for one in pytree.tree_leaves((args, kwargs)) if _asks(one) and one.is_leaf]
         self._call = call or model
         self.loss = ""
 
@@ -62,6 +63,8 @@ class TrainingStep:
             NotTrainable: no output depends on a parameter.
         """
         self._model.zero_grad(set_to_none=True)
+        for one in self._asking:
+            one.grad = None
         with torch.enable_grad():
             loss, self.loss = loss_of(self._call(*self._args, **self._kwargs), model_id=self._model_id)
             loss.backward()
@@ -86,6 +89,38 @@ def loss_of(output: Any, *, model_id: str = "model") -> tuple[torch.Tensor, str]
     if not means:
         raise NotTrainable(model_id=model_id, detail="none of its floating-point outputs depends on a parameter with gradients")
     return torch.stack(means).sum(), MEAN_LOSS
+
+
+def without_history(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return a call whose gradients end at its inputs: the caller's tensors get none, and what made them is not run backward.
+
+    The tensors share the caller's memory. Where no input asks for a gradient, the call is returned as it is.
+
+    Args:
+        model: whose own parameters stay what they are: a model may be called with one of them.
+        args: of a call.
+        kwargs: of the same call.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    asking = {id(one): one for one in pytree.tree_leaves((args, kwargs)) if _asks(one) and id(one) not in own}
+    if not asking:
+        return args, kwargs
+    ends = {number: _ended(one) for number, one in asking.items()}  # a tensor that is given twice stays one
+    ended: tuple[tuple[Any, ...], Mapping[str, Any]] = pytree.tree_map(lambda one: ends.get(id(one), one), (args, kwargs))
+    return ended
+
+
+def _asks(one: Any) -> bool:
+    return isinstance(one, torch.Tensor) and one.requires_grad
+
+
+def _ended(one: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers as a leaf of the same class, without hooks."""
+    if type(one) is torch.nn.Parameter:
+        return torch.nn.Parameter(one.detach())
+    return one.detach().requires_grad_()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,15 @@ from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
-from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, clocked, first_report, measure_training
+from fusion_advisor.fuse.modes.training import (
+    NOTES,
+    Measured,
+    apart_from_caller,
+    capture_of,
+    clocked,
+    first_report,
+    measure_training,
+)
 from fusion_advisor.fuse.modes.training_findings import (
     Findings,
     batch_norm_notes,
@@ -104,6 +112,7 @@ def apply_training(
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
     clock = PhaseClock(progress := progress or Progress(), is_whole=True)
+    loaded = apart_from_caller(loaded)
     seed, device = loaded.request.seed, torch.device(loaded.record.device)
     with on_device(loaded, "applying to a training step"), seeded(seed, device), in_training(loaded.model):
         with clock.phase("bandwidth"):

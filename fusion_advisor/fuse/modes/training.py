@@ -11,7 +11,7 @@ import torch
 from fusion_advisor.capture.step_memory import record_step_memory
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step
-from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
+from fusion_advisor.capture.training import TrainingStep, in_training, join_modules, without_history
 from fusion_advisor.capture.unchanged_step import UnchangedStep
 from fusion_advisor.errors import AdvisorError, NotTrainable
 from fusion_advisor.fuse.decide import step_profile
@@ -52,6 +52,7 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     """
     progress = progress or Progress()
     clock = PhaseClock(progress, is_whole=True)
+    loaded = apart_from_caller(loaded)
     with on_device(loaded, "running a training step"):
         with clock.phase("bandwidth"):
             environment = describe_environment(loaded.record.device)
@@ -62,6 +63,16 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
         progress.warn(text)
     capture = capture_of(loaded, environment, bandwidth, measured)
     return first_report(capture, measured, options, clock), capture
+
+
+def apart_from_caller(loaded: LoadedWorkload) -> LoadedWorkload:
+    """Return a workload of which no step reaches the gradients, the graph or the hooks of the caller's inputs.
+
+    Args:
+        loaded: the model and its inputs.
+    """
+    args, kwargs = without_history(loaded.model, loaded.args, loaded.kwargs)
+    return replace(loaded, args=args, kwargs=dict(kwargs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
