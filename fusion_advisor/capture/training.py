@@ -145,6 +145,8 @@ def in_training(model: torch.nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 if buffer.requires_grad and not before.requires_grad:
                     buffer.detach_()  # a step wrote to it what depends on parameters
+                if buffer.shape != before.shape:
+                    buffer.resize_(before.shape)  # an observer's ranges are empty until it has seen a batch
                 buffer.copy_(before)
 
 

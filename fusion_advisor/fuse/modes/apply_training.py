@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,20 +113,22 @@ def apply_training(
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
     clock = PhaseClock(progress := progress or Progress(), is_whole=True)
-    loaded = apart_from_caller(loaded)
     seed, device = loaded.request.seed, torch.device(loaded.record.device)
-    with on_device(loaded, "applying to a training step"), seeded(seed, device), in_training(loaded.model):
+    with (
+        apart_from_caller(loaded) as own, on_device(loaded, "applying to a training step"), seeded(seed, device),
+        in_training(loaded.model), ExitStack() as at_the_end,
+    ):  # fmt: skip
         with clock.phase("bandwidth"):
             environment = describe_environment(loaded.record.device)
             bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
             options = replace(options, bandwidth=bandwidth)
         job = TrainingJob(
-            loaded=loaded, options=options, progress=progress, clock=clock, instruments=instruments,
+            loaded=own, options=options, progress=progress, clock=clock, instruments=instruments,
             on_cuda=environment.device_kind == "cuda", optimise=optimise,
         )  # fmt: skip
         with clock.phase("profile"):
-            measured = measure_training(loaded, options, progress, on_cuda=job.on_cuda)
-        capture = capture_of(loaded, environment, bandwidth, measured)
+            measured = measure_training(own, options, progress, on_cuda=job.on_cuda, at_the_end=at_the_end)
+        capture = capture_of(own, environment, bandwidth, measured)
         report = replace(
             first_report(capture, measured, options, clock), status="interrupted", baseline=options.baseline, keep=options.keep,
             is_exact=options.exact, notes=(*NOTES, *_HOW),
