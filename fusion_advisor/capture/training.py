@@ -20,6 +20,7 @@ from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.trace.events import MODULE_RANGE, Event, Trace
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.records import ModuleTime, Training
+from fusion_advisor.runtime.torch_internals.dispatcher import hooks_on_leaves_paused
 
 OWN_LOSS = "the model's own"
 MEAN_LOSS = "the mean of the outputs in fp32"
@@ -127,7 +128,8 @@ def _ended(one: torch.Tensor) -> torch.Tensor:
 def in_training(model: torch.nn.Module) -> Iterator[None]:
     """Switch a model to ``train()`` inside; modes, buffers and gradients are put back after, as the steps have changed them.
 
-    The parts of a model that is in ``train()`` mode already keep their modes: a frozen batch norm stays in ``eval()``.
+    The parts of a model that is in ``train()`` mode already keep their modes: a frozen batch norm stays in ``eval()``. Hooks on
+    the gradients of parameters are not called: an optimizer that steps in the backward pass would train the model meanwhile.
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -135,7 +137,8 @@ def in_training(model: torch.nn.Module) -> Iterator[None]:
     if not model.training:
         model.train()
     try:
-        yield
+        with hooks_on_leaves_paused(list(model.parameters())):
+            yield
     finally:
         for module, was_training in modes:
             module.training = was_training

@@ -112,6 +112,7 @@ def apply_training(
     check_training_options(options)
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
+    tracer.refuse_own_ops(loaded.model, loaded.args, loaded.kwargs, loaded.record.model_id)
     clock = PhaseClock(progress := progress or Progress(), is_whole=True)
     seed, device = loaded.request.seed, torch.device(loaded.record.device)
     with (
@@ -157,7 +158,6 @@ def _rewritten(job: TrainingJob, ahead: BuildAhead | None) -> tuple[TrainedModel
         fuse_graph, options=job.options, optimiser=tried, names=functools.partial(_qualified, names)
     )  # fmt: skip
     model_id = loaded.record.model_id
-    tracer.refuse_own_ops(loaded.model, loaded.args, loaded.kwargs, model_id)
     fused = TrainedModel(loaded.model, loaded.args, loaded.kwargs, fuse)
     with job.clock.phase("fusions"):
         with tracer.refusals_told(model_id):

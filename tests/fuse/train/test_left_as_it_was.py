@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 import fusion_advisor as fa
-from fusion_advisor.errors import NotTrainable
+from fusion_advisor.errors import CannotCapture, NotTrainable
 from tests.fuse.train.test_trained_graph import WIDTH, Block
 from tests.fuse.train.test_trained_model import OPTIONS, applied
 
@@ -134,3 +135,62 @@ def test_what_a_model_counts_in_python_is_put_back(last):
     if last is None:
         model(batch())
         assert model.calls == 6 and seen == [8]
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_waits_for_the_callers():
+    """Hooks on parameters see the caller's gradients alone: steps of ours would train the model meanwhile."""
+    model = Block().train()
+    plain, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    seen = []
+
+    def stepping(one):
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for parameter in one.parameters()}
+
+        def stepped(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        handles = [parameter.register_post_accumulate_grad_hook(stepped) for parameter in optimizers]
+        return [*handles, one.gain.register_hook(lambda gradient: seen.append(gradient.dtype))]
+
+    handles = stepping(model)
+    fused = applied(model, (batch(),))
+    assert not seen
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    for one in (plain, wide):
+        stepping(one)
+    for one in (model, plain, wide):
+        for _ in range(3):
+            one(batch(one.gain.dtype)).square().mean().backward()
+    assert len(seen) == 9 and fused.launches > 0 and not fused.fallbacks
+    for mine, eagers, exact in zip(model.parameters(), plain.parameters(), wide.parameters(), strict=True):
+        ours, theirs = (float((one.detach().double() - exact).norm() / exact.norm()) for one in (mine, eagers))
+        assert ours <= 3 * theirs + 1e-6
+    for handle in handles:
+        handle.remove()
+    model(batch()).square().mean().backward()
+    assert len(seen) == 9 and model.gain.grad is not None
+
+
+class Held(torch.Tensor):
+    """A tensor without memory of its own, around another one, as DTensor is: its ops run on that."""
+
+    @staticmethod
+    def __new__(cls, held, **how):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, strides=held.stride(), **how)
+
+    def __init__(self, held, **_):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, op, _types, args=(), kwargs=None):
+        opened = pytree.tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, cls, op(*opened[0], **opened[1]))
+
+
+def test_a_parameter_that_handles_its_ops_is_refused_ahead_of_the_first_step():
+    model = Counting().train()
+    model.gain = nn.Parameter(Held(model.gain.detach()))
+    with pytest.raises(CannotCapture, match="`gain` is a Held, a tensor class that handles its ops by itself"):
+        applied(model, (batch(),))
+    assert model.calls == 5
