@@ -20,6 +20,7 @@ from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.trace.events import MODULE_RANGE, Event, Trace
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.records import ModuleTime, Training
+from fusion_advisor.runtime.torch_internals.dispatcher import hooks_on_leaves_paused
 
 OWN_LOSS = "the model's own"
 MEAN_LOSS = "the mean of the outputs in fp32"
@@ -52,6 +53,7 @@ class TrainingStep:
         call: Callable[..., Any] | None = None,
     ) -> None:
         self._model, self._args, self._kwargs, self._model_id = model, args, kwargs, model_id
+        self._asking = [one for one in pytree.tree_leaves((args, kwargs)) if _asks(one) and one.is_leaf]
         self._call = call or model
         self.loss = ""
 
@@ -62,6 +64,8 @@ class TrainingStep:
             NotTrainable: no output depends on a parameter.
         """
         self._model.zero_grad(set_to_none=True)
+        for one in self._asking:
+            one.grad = None
         with torch.enable_grad():
             loss, self.loss = loss_of(self._call(*self._args, **self._kwargs), model_id=self._model_id)
             loss.backward()
@@ -88,11 +92,44 @@ def loss_of(output: Any, *, model_id: str = "model") -> tuple[torch.Tensor, str]
     return torch.stack(means).sum(), MEAN_LOSS
 
 
+def without_history(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return a call whose gradients end at its inputs: the caller's tensors get none, and what made them is not run backward.
+
+    The tensors share the caller's memory. Where no input asks for a gradient, the call is returned as it is.
+
+    Args:
+        model: whose own parameters stay what they are: a model may be called with one of them.
+        args: of a call.
+        kwargs: of the same call.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    asking = {id(one): one for one in pytree.tree_leaves((args, kwargs)) if _asks(one) and id(one) not in own}
+    if not asking:
+        return args, kwargs
+    ends = {number: _ended(one) for number, one in asking.items()}  # a tensor that is given twice stays one
+    ended: tuple[tuple[Any, ...], Mapping[str, Any]] = pytree.tree_map(lambda one: ends.get(id(one), one), (args, kwargs))
+    return ended
+
+
+def _asks(one: Any) -> bool:
+    return isinstance(one, torch.Tensor) and one.requires_grad
+
+
+def _ended(one: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers as a leaf of the same class, without hooks."""
+    if type(one) is torch.nn.Parameter:
+        return torch.nn.Parameter(one.detach())
+    return one.detach().requires_grad_()
+
+
 @contextlib.contextmanager
 def in_training(model: torch.nn.Module) -> Iterator[None]:
     """Switch a model to ``train()`` inside; modes, buffers and gradients are put back after, as the steps have changed them.
 
-    The parts of a model that is in ``train()`` mode already keep their modes: a frozen batch norm stays in ``eval()``.
+    The parts of a model that is in ``train()`` mode already keep their modes: a frozen batch norm stays in ``eval()``. Hooks on
+    the gradients of parameters are not called: an optimizer that steps in the backward pass would train the model meanwhile.
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -100,7 +137,8 @@ def in_training(model: torch.nn.Module) -> Iterator[None]:
     if not model.training:
         model.train()
     try:
-        yield
+        with hooks_on_leaves_paused(list(model.parameters())):
+            yield
     finally:
         for module, was_training in modes:
             module.training = was_training
@@ -110,6 +148,8 @@ def in_training(model: torch.nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 if buffer.requires_grad and not before.requires_grad:
                     buffer.detach_()  # a step wrote to it what depends on parameters
+                if buffer.shape != before.shape:
+                    buffer.resize_(before.shape)  # an observer's ranges are empty until it has seen a batch
                 buffer.copy_(before)
 
 

@@ -10,7 +10,15 @@ from fusion_advisor.capture.graph.op_classes import class_of
 from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.trace.events import read_events
 from fusion_advisor.capture.trace.profiler import module_ranges, record
-from fusion_advisor.capture.training import MEAN_LOSS, OWN_LOSS, TrainingStep, in_training, join_modules, loss_of
+from fusion_advisor.capture.training import (
+    MEAN_LOSS,
+    OWN_LOSS,
+    TrainingStep,
+    in_training,
+    join_modules,
+    loss_of,
+    without_history,
+)
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.records import OpClass
 from tests.capture.trace.test_events import event
@@ -166,3 +174,24 @@ def test_a_buffer_that_a_step_gave_a_history_has_none_after():
         model.seen.add_(model(torch.ones(2, 4)).mean(0))
         assert model.seen.requires_grad
     assert not model.seen.requires_grad and model.seen.tolist() == [0.0] * 4
+
+
+def test_a_call_without_history_is_another_view_of_the_same_numbers():
+    model = nn.Linear(4, 4)
+    leaf, given = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4)
+    hidden = model(leaf)
+    args, kwargs = without_history(model, (hidden, given, model.weight), {"again": hidden, "nested": [leaf], "flag": True})
+    assert args[0].is_leaf and args[0].requires_grad and args[0].data_ptr() == hidden.data_ptr()
+    assert args[0] is kwargs["again"] and args[1] is given and args[2] is model.weight and kwargs["flag"]
+    assert kwargs["nested"][0] is not leaf and kwargs["nested"][0].data_ptr() == leaf.data_ptr()
+    same = ((given,), {"nested": [given]})
+    assert all(one is other for one, other in zip(without_history(model, *same), same, strict=True))
+
+
+def test_steps_give_an_input_one_gradient():
+    model, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    step = TrainingStep(model, (x,), {}, model_id="m")
+    step()
+    first = x.grad
+    step()
+    assert torch.equal(first, x.grad)

@@ -63,6 +63,38 @@ def test_one_nan_in_the_model_is_refused():
     assert found.nonfinite_mismatches == 1 and not found.is_passed
 
 
+HALF = torch.float16
+
+
+@pytest.mark.parametrize(
+    ("mine", "eagers", "true", "is_passed"),
+    [
+        (250.0, math.inf, 250.0, True),  # a square overflowed on the way
+        (0.0, math.nan, 0.0, True),
+        (math.inf, math.nan, 1e5, True),  # float16 has no such number
+        (math.nan, math.inf, math.nan, True),
+        (260.0, math.inf, 250.0, False),
+        (-250.0, math.inf, 250.0, False),
+        (-math.inf, math.nan, 1e5, False),
+        (250.0, math.inf, math.inf, False),
+        (250.0, math.inf, math.nan, False),
+        (math.inf, 250.0, 250.0, False),
+        (math.nan, 250.0, math.nan, False),
+        (math.inf, 250.0, math.inf, False),
+        (math.nan, math.inf, 250.0, False),
+    ],
+)
+def test_what_eager_alone_has_lost_may_be_the_oracles(mine, eagers, true, is_passed):
+    """Only there: an element that the fused model alone has lost is refused, whatever the oracle has."""
+    three = [LOGITS.to(HALF), LOGITS.to(HALF), LOGITS.float()]
+    for one, value in zip(three, (mine, eagers, true), strict=True):
+        one[0, 0, 1] = value
+    fused, eager, oracle = ([("logits", one)] for one in three)
+    found = check_model(fused, eager, oracle, "float32 copy")
+    assert found.is_passed is is_passed and (found.nonfinite_mismatches == 0) is is_passed
+    assert not check_model(fused, eager, eager, "eager").is_passed
+
+
 def test_the_worst_output_decides():
     good, bad = LOGITS.float(), (LOGITS + 0.1).float()
     found = check_model([("a", good), ("b", bad)], [("a", good), ("b", good)], [("a", LOGITS), ("b", LOGITS)], "float64 copy")

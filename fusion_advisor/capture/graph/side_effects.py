@@ -107,7 +107,7 @@ def written_by(
     layouts, state = _layouts(args, kwargs), Before.of(model)
     written = _written_by_first_call(call, model, args, kwargs, model_id)
     if state.is_changed():
-        _tell_what_moves(written, state, call, model)
+        tell_what_moves(written, state, call, model)
     elif not written.tensors and not written.attributes and _layouts(args, kwargs) == layouts:
         return written
     after = {name: tensor.detach().clone() for name, tensor in written.tensors.items()}
@@ -151,8 +151,15 @@ def _written_by_first_call(
     return written
 
 
-def _tell_what_moves(written: Written, state: Before, call: Callable[[], object], model: torch.nn.Module) -> None:
-    """Let a call follow on the first: what it sets again in the modules moves, what stays was made once (a table, say)."""
+def tell_what_moves(written: Written, state: Before, call: Callable[[], object], model: torch.nn.Module) -> None:
+    """Let a call follow on the first: what it sets again in the modules moves, what stays was made once (a table, say).
+
+    Args:
+        written: gets it, and is restored.
+        state: from before the first call.
+        call: the second one.
+        model: whose modules are looked at.
+    """
     between = Before.of(model)
     call()
     for (space, first), (_, second) in zip(state.spaces, between.spaces, strict=False):
@@ -301,6 +308,24 @@ def kept_as_it_is(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Ma
             aten_ops.copy_all([tensor for tensor, _ in changed], [copy for _, copy in changed])
         if now != slots:  # a fused call was put in, which is to stay
             module_call.fill_call_slots(model, now)
+
+
+@contextmanager
+def arguments_kept(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Put back what a call's tensors hold when the context ends, with an exception too; all of them are copied.
+
+    Args:
+        args: of a call, looked into.
+        kwargs: of the same call.
+    """
+    kept = [one for one in arguments(args, kwargs).values() if not what_it_lacks(one)]
+    copies = [one.detach().clone() for one in kept]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            changed = [pair for pair in zip(kept, copies, strict=True) if not _holds(*pair)]
+            aten_ops.copy_all([one.detach() for one, _ in changed], [copy for _, copy in changed])
 
 
 def _holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:

@@ -104,12 +104,24 @@ class ModuleGuard:
             return TRAINING
         # `any` over 740 empty tables takes 5 µs; asking each module would take 100.
         self._collectors = []
-        if any(self._no_hooks):
-            collectors = collectors_of(hook for table in self._no_hooks for hook in table.values())
+        others = [hook for table in self._no_hooks for hook in table.values()] if any(self._no_hooks) else []
+        for table, then in self._hooks:
+            if table != then:
+                others += _in_one_alone(table, then)
+        if others:
+            collectors = collectors_of(others)
             if collectors is None or is_collecting(collectors):
                 return _HOOK
             self._collectors = collectors
-        return _HOOK if any(table != then for table, then in self._hooks) else None
+        return None
+
+
+def _in_one_alone(table: dict[int, Any], then: dict[int, Any]) -> list[Any]:
+    """Return the hooks that came or went; all of them where the others have another order."""
+    stayed = [key for key, hook in table.items() if then.get(key) is hook]
+    if stayed != [key for key, hook in then.items() if table.get(key) is hook]:
+        return [*table.values(), *then.values()]
+    return [hook for one in (table, then) for key, hook in one.items() if key not in stayed]
 
 
 def is_training(model: torch.nn.Module) -> bool:

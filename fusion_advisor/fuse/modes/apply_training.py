@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,15 @@ from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Variant
 from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
-from fusion_advisor.fuse.modes.training import NOTES, Measured, capture_of, clocked, first_report, measure_training
+from fusion_advisor.fuse.modes.training import (
+    NOTES,
+    Measured,
+    apart_from_caller,
+    capture_of,
+    clocked,
+    first_report,
+    measure_training,
+)
 from fusion_advisor.fuse.modes.training_findings import (
     Findings,
     batch_norm_notes,
@@ -103,20 +112,24 @@ def apply_training(
     check_training_options(options)
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
+    tracer.refuse_own_ops(loaded.model, loaded.args, loaded.kwargs, loaded.record.model_id)
     clock = PhaseClock(progress := progress or Progress(), is_whole=True)
     seed, device = loaded.request.seed, torch.device(loaded.record.device)
-    with on_device(loaded, "applying to a training step"), seeded(seed, device), in_training(loaded.model):
+    with (
+        apart_from_caller(loaded) as own, on_device(loaded, "applying to a training step"), seeded(seed, device),
+        in_training(loaded.model), ExitStack() as at_the_end,
+    ):  # fmt: skip
         with clock.phase("bandwidth"):
             environment = describe_environment(loaded.record.device)
             bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
             options = replace(options, bandwidth=bandwidth)
         job = TrainingJob(
-            loaded=loaded, options=options, progress=progress, clock=clock, instruments=instruments,
+            loaded=own, options=options, progress=progress, clock=clock, instruments=instruments,
             on_cuda=environment.device_kind == "cuda", optimise=optimise,
         )  # fmt: skip
         with clock.phase("profile"):
-            measured = measure_training(loaded, options, progress, on_cuda=job.on_cuda)
-        capture = capture_of(loaded, environment, bandwidth, measured)
+            measured = measure_training(own, options, progress, on_cuda=job.on_cuda, at_the_end=at_the_end)
+        capture = capture_of(own, environment, bandwidth, measured)
         report = replace(
             first_report(capture, measured, options, clock), status="interrupted", baseline=options.baseline, keep=options.keep,
             is_exact=options.exact, notes=(*NOTES, *_HOW),
@@ -145,7 +158,6 @@ def _rewritten(job: TrainingJob, ahead: BuildAhead | None) -> tuple[TrainedModel
         fuse_graph, options=job.options, optimiser=tried, names=functools.partial(_qualified, names)
     )  # fmt: skip
     model_id = loaded.record.model_id
-    tracer.refuse_own_ops(loaded.model, loaded.args, loaded.kwargs, model_id)
     fused = TrainedModel(loaded.model, loaded.args, loaded.kwargs, fuse)
     with job.clock.phase("fusions"):
         with tracer.refusals_told(model_id):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
+from fusion_advisor.capture.graph.side_effects import Before, Written, arguments_kept, tell_what_moves
 from fusion_advisor.capture.step_memory import record_step_memory
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step
-from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
+from fusion_advisor.capture.training import TrainingStep, in_training, join_modules, without_history
 from fusion_advisor.capture.unchanged_step import UnchangedStep
 from fusion_advisor.errors import AdvisorError, NotTrainable
 from fusion_advisor.fuse.decide import step_profile
@@ -52,16 +54,30 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     """
     progress = progress or Progress()
     clock = PhaseClock(progress, is_whole=True)
-    with on_device(loaded, "running a training step"):
+    with apart_from_caller(loaded) as own, on_device(own, "running a training step"):
         with clock.phase("bandwidth"):
-            environment = describe_environment(loaded.record.device)
-            bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
-        with clock.phase("profile"), seeded(loaded.request.seed, torch.device(loaded.record.device)), in_training(loaded.model):
-            measured = measure_training(loaded, options, progress, on_cuda=environment.device_kind == "cuda")
+            environment = describe_environment(own.record.device)
+            bandwidth = options.bandwidth or measure_bandwidth(own.record.device)
+        seed, device = own.request.seed, torch.device(own.record.device)
+        with clock.phase("profile"), seeded(seed, device), in_training(own.model), ExitStack() as at_the_end:
+            on_cuda = environment.device_kind == "cuda"
+            measured = measure_training(own, options, progress, on_cuda=on_cuda, at_the_end=at_the_end)
     for text in quality_of(measured).warnings:
         progress.warn(text)
     capture = capture_of(loaded, environment, bandwidth, measured)
     return first_report(capture, measured, options, clock), capture
+
+
+@contextmanager
+def apart_from_caller(loaded: LoadedWorkload) -> Iterator[LoadedWorkload]:
+    """Yield a workload whose steps leave the caller's inputs as they are: their numbers, gradients, graph and hooks.
+
+    Args:
+        loaded: the model and its inputs.
+    """
+    args, kwargs = without_history(loaded.model, loaded.args, loaded.kwargs)
+    with arguments_kept(args, kwargs):
+        yield replace(loaded, args=args, kwargs=dict(kwargs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +97,9 @@ class Measured:
     peak_bytes: int
 
 
-def measure_training(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, *, on_cuda: bool) -> Measured:
+def measure_training(
+    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, *, on_cuda: bool, at_the_end: ExitStack
+) -> Measured:  # fmt: skip
     """Time and trace the training step of a model in ``train()`` mode.
 
     Args:
@@ -89,6 +107,7 @@ def measure_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
         options: how to measure.
         progress: is given the results.
         on_cuda: whether the model is on a GPU.
+        at_the_end: puts back what every step sets in the modules anew: a count, a buffer that is replaced, a list that grows.
 
     Raises:
         NotTrainable: no output depends on a parameter, or the step raises.
@@ -96,8 +115,12 @@ def measure_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     """
     own = module_call.original_call(loaded.model)
     call = TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id, call=own)
-    _first(call, loaded)
-    _first(call, loaded, "in the second step, not in the first, ")  # a buffer that holds on to the first one's graph
+    state, moved = Before.of(loaded.model), Written()
+    with _restored_on_error(state):
+        _first(call, loaded)
+        when = "in the second step, not in the first, "  # a buffer that holds on to the first one's graph
+        tell_what_moves(moved, state, lambda: _first(call, loaded, when), loaded.model)
+    at_the_end.callback(moved.restore)
     step = UnchangedStep(title="training step", call=call, model=loaded.model, on_cuda=on_cuda)
     how = measurement_of(options)
     timed = step.time(how, WallTimer())
@@ -201,6 +224,16 @@ def capture_of(loaded: LoadedWorkload, environment: Environment, bandwidth: Band
         bandwidth=bandwidth,
         quality=quality_of(measured),
     )
+
+
+@contextmanager
+def _restored_on_error(state: Before) -> Iterator[None]:
+    """Put modules back as they were where a step raises."""
+    try:
+        yield
+    except BaseException:
+        state.restore()
+        raise
 
 
 def _first(step: TrainingStep, loaded: LoadedWorkload, when: str = "") -> None:

@@ -187,6 +187,24 @@ def call_hooks_with_tensors_alone(nodes: Iterable[Any]) -> None:
                 hooks[key] = _WithTensor(hook)
 
 
+@contextlib.contextmanager
+def hooks_on_leaves_paused(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Call no hook on the gradients of leaves while the context lasts: such a hook may step an optimizer.
+
+    Args:
+        leaves: parameters, say.
+    """
+    tables = [table for one in leaves for table in (one._backward_hooks, one._post_accumulate_grad_hooks) if table]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()  # autograd holds the very table
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
+
+
 class _WithTensor:
     """Calls a hook with a gradient that is there.
 

@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["compile", "apply"])
+@pytest.mark.parametrize("how", ["compile", "apply", "unused"])
 def test_gradients_of_two_processes_are_those_of_plain_ddp(how):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.fuse.train.ddp_step", how]
     command = [sys.executable, *launch]

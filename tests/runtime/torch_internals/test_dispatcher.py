@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusion_advisor.runtime.torch_internals import dispatcher, fake_mode
@@ -241,3 +242,21 @@ def test_hooks_on_leaves_get_tensors_alone_and_can_be_removed():
     handle.remove()
     result.sum().backward()
     assert len(seen) == 1 and torch.equal(leaf.grad, torch.full((2,), 9.0))
+
+
+def test_hooks_on_leaves_wait_and_are_called_again():
+    leaf, seen = nn.Parameter(torch.ones(2)), []
+    handles = [leaf.register_hook(lambda _: seen.append("before"))]
+    handles.append(leaf.register_post_accumulate_grad_hook(lambda _: seen.append("after")))
+    leaf.sum().backward()  # its node of autograd's is there
+    for is_raising in (False, True):
+        with contextlib.suppress(KeyError), dispatcher.hooks_on_leaves_paused([leaf, nn.Parameter(torch.ones(1))]):
+            leaf.sum().backward()
+            if is_raising:
+                raise KeyError
+        leaf.sum().backward()
+    assert seen == 3 * ["before", "after"]
+    for handle in handles:
+        handle.remove()
+    leaf.sum().backward()
+    assert len(seen) == 6

@@ -1,0 +1,196 @@
+"""``fa.apply`` runs a training step many times, and leaves no trace in the model's modules or in the caller's inputs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import fusion_advisor as fa
+from fusion_advisor.errors import CannotCapture, NotTrainable
+from tests.fuse.train.test_trained_graph import WIDTH, Block
+from tests.fuse.train.test_trained_model import OPTIONS, applied
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+
+
+def batch(dtype=torch.float32):
+    return torch.randn(8, 5, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+class Averaged(nn.Module):
+    """Replaces a buffer, and keeps a table that the first call makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(WIDTH, 4)
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.5, WIDTH, dtype=x.dtype)
+        hidden = self.block(x) * self.table
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean((0, 1))
+        return self.head(functional.gelu(hidden + self.mean))
+
+
+class Observed(nn.Module):
+    """A buffer that is empty until it has seen a batch, as an observer's ranges are."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, x):
+        with torch.no_grad():
+            found = x.detach().abs().amax((0, 1))
+            if self.largest.numel() == 0:
+                self.largest.resize_(found.shape)
+            self.largest.copy_(found)
+        return self.block(x / self.largest)
+
+
+class Scaling(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return self.block(x.mul_(0.5))
+
+
+def trained(model, steps=3):
+    """Return gradients and buffers after some calls, and what is left of the input."""
+    x = batch(next(model.parameters()).dtype)
+    for _ in range(steps):
+        model(x).square().mean().backward()
+    return {"x": x, **dict(model.named_buffers()), **{name: one.grad for name, one in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("kind", [Averaged, Observed, Scaling])
+@pytest.mark.filterwarnings("ignore:fusion-advisor runs the original ops")  # the observer's first call is another graph
+def test_training_goes_on_as_if_nothing_had_been(kind):
+    model = kind().train()
+    plain, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    x = batch()
+    fused = applied(model, (x,))
+    assert torch.equal(x, batch())
+    for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other), name
+    ours, theirs, true = map(trained, (model, plain, wide))
+    for name, exact in true.items():
+        mine, eagers = (float((side[name].double() - exact).norm() / exact.norm()) for side in (ours, theirs))
+        assert mine <= 3 * eagers + 1e-6, (name, mine, eagers)
+    assert fused.launches > 0
+
+
+def test_a_buffer_that_is_replaced_is_put_back_and_a_table_stays():
+    model = Averaged().train()
+    mean = model.mean
+    fused = applied(model, (batch(),))
+    assert model.mean is mean and model.table is not None
+    trained(model)
+    assert fused.launches > 0 and not fused.fallbacks
+
+
+class Counting(Block):
+    """Counts its calls and keeps a list of them, and may raise in the second."""
+
+    def __init__(self, *, last=None):
+        super().__init__()
+        self.calls, self.seen, self.last = 5, [], last
+
+    def forward(self, x):
+        if self.last == self.calls:
+            raise ValueError("no further step")
+        self.calls += 1
+        self.seen.append(x.shape[0])
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:fusion-advisor runs the original ops")  # dynamo takes the count for a constant
+@pytest.mark.parametrize("last", [None, 5, 6])
+def test_what_a_model_counts_in_python_is_put_back(last):
+    model = Counting(last=last).train()
+    seen = model.seen
+    if last is None:
+        fa.apply(model, (batch(),), **OPTIONS)
+    else:
+        with pytest.raises(NotTrainable, match="no further step"):
+            fa.apply(model, (batch(),), **OPTIONS)
+    assert model.calls == 5 and model.seen is seen and not seen
+    if last is None:
+        model(batch())
+        assert model.calls == 6 and seen == [8]
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_waits_for_the_callers():
+    """Hooks on parameters see the caller's gradients alone: steps of ours would train the model meanwhile."""
+    model = Block().train()
+    plain, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    seen = []
+
+    def stepping(one):
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for parameter in one.parameters()}
+
+        def stepped(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        handles = [parameter.register_post_accumulate_grad_hook(stepped) for parameter in optimizers]
+        return [*handles, one.gain.register_hook(lambda gradient: seen.append(gradient.dtype))]
+
+    handles = stepping(model)
+    fused = applied(model, (batch(),))
+    assert not seen
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    for one in (plain, wide):
+        stepping(one)
+    for one in (model, plain, wide):
+        for _ in range(3):
+            one(batch(one.gain.dtype)).square().mean().backward()
+    assert len(seen) == 9 and fused.launches > 0 and not fused.fallbacks
+    for mine, eagers, exact in zip(model.parameters(), plain.parameters(), wide.parameters(), strict=True):
+        ours, theirs = (float((one.detach().double() - exact).norm() / exact.norm()) for one in (mine, eagers))
+        assert ours <= 3 * theirs + 1e-6
+    for handle in handles:
+        handle.remove()
+    model(batch()).square().mean().backward()
+    assert len(seen) == 9 and model.gain.grad is not None
+
+
+class Held(torch.Tensor):
+    """A tensor without memory of its own, around another one, as DTensor is: its ops run on that."""
+
+    @staticmethod
+    def __new__(cls, held, **how):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, strides=held.stride(), **how)
+
+    def __init__(self, held, **_):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, op, _types, args=(), kwargs=None):
+        opened = pytree.tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, cls, op(*opened[0], **opened[1]))
+
+
+def test_a_parameter_that_handles_its_ops_is_refused_ahead_of_the_first_step():
+    model = Counting().train()
+    model.gain = nn.Parameter(Held(model.gain.detach()))
+    with pytest.raises(CannotCapture, match="`gain` is a Held, a tensor class that handles its ops by itself"):
+        applied(model, (batch(),))
+    assert model.calls == 5
