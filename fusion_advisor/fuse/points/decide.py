@@ -212,22 +212,36 @@ def checked(work: RangeWork, workpiece: Workpiece, one: Decided, region: Any) ->
         one: the point, with rewrites.
         region: the piece's graph at the sizes of the point.
     """
-    sizes = one.served.sizes
     check = check_region(region, _module_at(workpiece, one.served).forward)
     one = replace(one, row=replace(one.row, rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2))
     if not check.is_passed:
         return one.refused(f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}")
+    reason = None if one.is_right_elsewhere else wrong_elsewhere(work, workpiece, one.served)
+    if reason:
+        return one.refused(reason)
+    return one if reason is None else replace(one, is_right_elsewhere=True)
+
+
+def wrong_elsewhere(work: RangeWork, workpiece: Workpiece, served: Served) -> str | None:
+    """Say where what was built at one point is wrong at another, of moderate sizes without 1.
+
+    Args:
+        work: on the piece's call.
+        workpiece: the piece.
+        served: what was built.
+
+    Returns:
+        An empty text where it is right; None where the point itself is of such sizes, or smaller.
+    """
     point = workpiece.first_point
     other = workpiece.sizes(point)
-    if one.is_right_elsewhere or other == sizes or prod(other.values()) > max(prod(sizes.values()), MOST_ELEMENTS["cpu"]):
-        return one
+    if other == served.sizes or prod(other.values()) > max(prod(served.sizes.values()), MOST_ELEMENTS["cpu"]):
+        return None
     given, written = work.graph_call(workpiece.opened, other)
-    check = check_region(at_one_size(workpiece.opened, given, written).regions[0], one.served.graph_at(point).forward)
+    check = check_region(at_one_size(workpiece.opened, given, written).regions[0], served.graph_at(point).forward)
     written.restore()
-    if check.is_passed:
-        return replace(one, is_right_elsewhere=True)
     error = f"relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
-    return one.refused(f"all rewrites together, at {text_of(other)}: {error}")
+    return "" if check.is_passed else f"all rewrites together, at {text_of(other)}: {error}"
 
 
 def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:

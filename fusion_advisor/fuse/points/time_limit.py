@@ -40,7 +40,7 @@ class TimeLimit:
     @property
     def sentence(self) -> str:
         """Why something was left out."""
-        return f"the {self.limit_s:g} s that --quick gives to all ranges were over"
+        return f"the {self.limit_s:g} s for all ranges were over"
 
     def has_room_for(self, work: str) -> bool:
         """Whether work of a kind may begin: what it took at most so far is left, or anything where it was never done.

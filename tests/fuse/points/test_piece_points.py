@@ -201,10 +201,7 @@ def test_when_no_time_is_left_nothing_is_captured_and_the_answer_says_so():
     with torch.no_grad():
         fused, found, progress = ranged(limit=limit)
         (piece,) = found.pieces
-        assert (
-            piece.refusal == "not captured: the 10 s that --quick gives to all ranges were over"
-            and progress.count("captured") == 0
-        )
+        assert piece.refusal == "not captured: the 10 s for all ranges were over" and progress.count("captured") == 0
         assert is_right(fused, 17)
 
 
@@ -215,7 +212,7 @@ def test_points_that_the_time_does_not_reach_run_the_original_ops():
         fused, found, _ = ranged(progress=Noting(clock, 3.0), limit=TimeLimit(10.0, clock), shapes="batch=2..512")
         small, middle, large = found.pieces[0].points
         assert middle.reason == small.reason == "" and small.carried_from == middle.sizes
-        assert large.reason == "not decided: the 10 s that --quick gives to all ranges were over"
+        assert large.reason == "not decided: the 10 s for all ranges were over"
         assert all(is_right(fused, rows) for rows in (2, 17, 500))
     assert clock.now_s <= 5.0 + 10.0 + 3.0  # the last line tells how many points there are
 

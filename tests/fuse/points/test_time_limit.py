@@ -49,7 +49,7 @@ def test_trials_end_at_the_limit(clock):
     progress = WatchedProgress(limit)
     progress.step(0, 9, "F1")
     clock.now_s += 10.0
-    with pytest.raises(OutOfTime, match="the 10 s that --quick gives to all ranges were over"):
+    with pytest.raises(OutOfTime, match="the 10 s for all ranges were over"):
         progress.step(1, 9, "F2")
 
 

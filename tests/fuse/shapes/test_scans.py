@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import fusion_advisor as fa
 from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import CannotCapture
-from fusion_advisor.fuse.apply_shapes import _wrong_elsewhere
+from fusion_advisor.fuse.points.decide import RangeWork, wrong_elsewhere
 from fusion_advisor.fuse.shapes.pieces import find_pieces
 from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
@@ -142,7 +143,8 @@ def test_a_scan_served_at_few_lengths_is_the_models_own():
 
 def test_what_is_wrong_at_other_sizes_than_it_was_decided_at_is_found():
     (piece,) = pieces_of(scanned(), BATCH, SizeRange(name="seq", least=5, most=5))
-    work = SimpleNamespace(call_at=lambda sizes: ((), {"x": torch.randn(sizes["batch"], sizes["seq"], 8)}))
+    ranged = SimpleNamespace(at=lambda sizes: ((), {"x": torch.randn(sizes["batch"], sizes["seq"], 8)}))
+    work = SimpleNamespace(graph_call=functools.partial(RangeWork.graph_call, SimpleNamespace(ranged=ranged)))
     right = copy.deepcopy(piece.opened.region.graph)
     turned = copy.deepcopy(right)  # its rows are in another order, which at a batch of one is the same
     (end,) = (node for node in turned.graph.nodes if node.op == "output")
@@ -152,7 +154,7 @@ def test_what_is_wrong_at_other_sizes_than_it_was_decided_at_is_found():
     at = {"batch": 1, "seq": 5}
 
     def said(module):
-        return _wrong_elsewhere(work, Workpiece(piece), Served(sizes=at, module=module), at)
+        return wrong_elsewhere(work, Workpiece(piece), Served(sizes=at, module=module))
 
     assert said(right) == ""
     assert said(turned).startswith("all rewrites together, at batch=3, seq=5: relative error")
