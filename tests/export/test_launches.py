@@ -15,43 +15,30 @@ from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from tests.export import models
+from tools import package_overhead
 
 VIEWS = {"aten::as_strided", "aten::detach", "aten::lift_fresh", "aten::alias"}
 """Ops that launch nothing."""
 
 
-class AtOnce:
-    """Records by running the call, whose replay does nothing, in the words of a package and in those of the fused model."""
+class Ordered:
+    """Notes when it replays."""
 
     def __init__(self, order):
+        super().__init__()
         self.order = order
 
     def replay(self):
+        """Note it."""
         self.order.append("replay")
 
-    def is_recording(self):
-        return False
 
-    def refusal(self):
-        return None
-
-    def pool_bytes(self):
-        return 0
+class OfPackage(Ordered, package_overhead.OfPackage):
+    """Stands for CUDA graphs in a package."""
 
 
-class OfPackage(AtOnce):
-    """In a package's words."""
-
-    def record(self, run):
-        return run(), self.replay
-
-
-class InPlace(AtOnce):
-    """In the fused model's words."""
-
-    def record(self, run):
-        output = run()
-        return self.replay, output
+class InPlace(Ordered, package_overhead.InPlace):
+    """Stands for them in the fused model."""
 
 
 def llama_decode():
