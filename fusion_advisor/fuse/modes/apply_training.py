@@ -114,10 +114,9 @@ def apply_training(
         raise NoCompiler
     tracer.refuse_own_ops(loaded.model, loaded.args, loaded.kwargs, loaded.record.model_id)
     clock = PhaseClock(progress := progress or Progress(), is_whole=True)
-    seed, device = loaded.request.seed, torch.device(loaded.record.device)
     with (
-        apart_from_caller(loaded) as own, on_device(loaded, "applying to a training step"), seeded(seed, device),
-        in_training(loaded.model), ExitStack() as at_the_end,
+        apart_from_caller(loaded) as own, on_device(loaded, "applying to a training step"),
+        seeded(loaded.request.seed, torch.device(loaded.record.device)), in_training(loaded.model), ExitStack() as at_the_end,
     ):  # fmt: skip
         with clock.phase("bandwidth"):
             environment = describe_environment(loaded.record.device)
@@ -142,10 +141,8 @@ def apply_training(
         final = _dry(report) if options.dry_run else _measured(job, fused, journal, report, on_report)
     journal.entries.clear()  # the graphs' optimiser keeps it, and the report has all that it holds
     fused.report = final = replace(final, durations_s=tuple(clock.durations_s))
-    if final.status == "applied" and final.after is not None and final.after.label != UNCHANGED:
-        fused.apply()
-    else:
-        fused.forget()
+    is_left_fused = final.status == "applied" and final.after is not None and final.after.label != UNCHANGED
+    (fused.apply if is_left_fused else fused.forget)()
     return TrainedRun(fused=fused, report=final, capture=capture)
 
 
