@@ -12,7 +12,7 @@ import importlib.util
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -119,32 +119,31 @@ def timed(name: str, step: Step, hidden: torch.Tensor, head: Head, truth: Truth,
     )  # fmt: skip
 
 
-def ways(rows: int, width: int, vocabulary: int, dtype: torch.dtype, device: str) -> list[Way]:
-    """Time all ways at one size."""
+def ways(rows: int, width: int, vocabulary: int, dtype: torch.dtype, device: str) -> Iterator[Way]:
+    """Time all ways at one size, one after another."""
     torch.manual_seed(0)
     with torch.device(device):
         head = Head(width, vocabulary).to(dtype).train()
         hidden = torch.randn(rows, width).to(dtype).requires_grad_()
         labels = torch.randint(vocabulary, (rows,))
     truth = truth_of(hidden, head.lm_head.weight.detach(), labels)
-    found = [timed("eager", lambda: head(hidden, labels), hidden, head, truth)]
+    yield timed("eager", lambda: head(hidden, labels), hidden, head, truth)
     compiled = torch.compile(head)
-    found.append(timed("torch.compile", lambda: compiled(hidden, labels), hidden, head, truth))
+    yield timed("torch.compile", lambda: compiled(hidden, labels), hidden, head, truth)
     torch.compiler.reset()
     if importlib.util.find_spec("liger_kernel") is None or not hidden.is_cuda:
-        found.append(Way("Liger", note="needs liger-kernel and a GPU"))
+        yield Way("Liger", note="needs liger-kernel and a GPU")
     else:
         liger = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
-        found.append(timed("Liger", lambda: liger(head.lm_head.weight, hidden, labels), hidden, head, truth))
+        yield timed("Liger", lambda: liger(head.lm_head.weight, hidden, labels), hidden, head, truth)
     fused = fa.apply(head, (hidden, labels), phase="train", effort="quick", compile=False)
     report = fused.report
     assert report is not None
     rows_of_report = [(one.id, one.status) for one in report.rewrites] + [(one.id, one.status) for one in report.fusions]
     kept = ", ".join(name for name, status in rows_of_report if status == "kept")
     note = f"kept: {kept}; own ops: {dict(fused.fallbacks)}"
-    found.append(timed("ours", lambda: head(hidden, labels), hidden, head, truth, note))
+    yield timed("ours", lambda: head(hidden, labels), hidden, head, truth, note)
     fused.revert()
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:

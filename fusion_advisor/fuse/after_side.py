@@ -50,8 +50,9 @@ def measure_after(installed: Installed, check: ModelCheck) -> Measured:
     answered_s: list[float] = []
 
     def early(rows: tuple[Baseline, ...]) -> None:
-        job.clock.split("before and after")
-        answered_s.append(job.clock.elapsed_s())
+        if not answered_s:
+            job.clock.split("before and after")
+            answered_s.append(job.clock.elapsed_s())
         so_far = replace(
             report, before=profile_of(rows, EAGER, "eager"), after=profile_of(rows, OURS, "fused"), answer_s=answered_s[0],
             baselines=without_doubles(rows), model_check=check, durations_s=tuple(job.clock.durations_s), status="interrupted",

@@ -89,7 +89,7 @@ def measure_all(
     """Make contenders ready one by one, then time all of them in turn.
 
     Those that the run needs come first and are timed by themselves before a compiler is started: compilers take minutes, and a
-    run that is ended meanwhile has its own result by then.
+    run that is ended meanwhile has its own result by then, and that of each compiler that was done.
 
     Args:
         contenders: in the table's order.
@@ -103,15 +103,15 @@ def measure_all(
         is_held: whether the power limit holds one of those down that the run needs, where that is known.
         instruments: time the runs.
         progress: is given each contender's name and, where it cannot be run, the reason.
-        on_required: given the rows of those that the run needs, where there are others; of a training step with each other too.
+        on_required: given the rows of those that the run needs, where there are others, and again with each that was compiled, or
+            with each other way to run a training step.
         watch: of a training step.
     """
     progress = progress or Progress()
     how = _How(needed_bytes, on_cuda, runs, budget_s, least_s, traced_steps, rewind, is_held, instruments, watch)
     # On ranks compilers come first: a step with collectives that a CUDA graph cannot hold may end the run.
     in_order = sorted(contenders, key=lambda one: (not one.is_required, instruments.exchange is not None and not one.is_compiled))
-    failed: dict[str, Baseline] = {}
-    ready: list[_Ready] = []
+    failed, ready = dict[str, Baseline](), list[_Ready]()
     # What each of them holds is asked for after a full collection, twice: 4 of them ahead of the answer.
     with torch.no_grad(), dynamo.raise_recompile_limit(1024), old_objects_left_out() if on_cuda else nullcontext():
         for number, contender in enumerate(in_order):
@@ -126,7 +126,7 @@ def measure_all(
                 progress.note(f"{contender.name}: {made}")
                 continue
             ready.append(made)
-            if watch is not None and not contender.is_required:
+            if not contender.is_required and (watch is not None or contender.is_compiled):
                 on_required((*_timed_in_turn(ready, how).values(), *failed.values()))
         rows = _timed_in_turn(ready, how, is_last=True)
     return tuple({**rows, **failed}[contender.name] for contender in contenders)

@@ -235,6 +235,29 @@ def test_what_the_run_needs_is_timed_before_a_compiler_starts():
     assert early == []  # nothing would be gained
 
 
+def test_what_a_compiler_made_ready_is_told_before_the_next_one_starts():
+    made, early = [], []
+
+    def contender(name, **more):
+        return Contender(name=name, make=lambda: made.append(name) or nothing, step=STEP, **more)
+
+    peers = [
+        contender("default", is_compiled=True),
+        contender("eager in a graph"),
+        contender("reduce-overhead", is_compiled=True),
+    ]
+    measured(
+        contender("ours", is_required=True),
+        *peers,
+        on_required=lambda rows: early.append((len(made), [row.name for row in rows])),
+    )
+    assert early == [
+        (1, ["ours"]),
+        (2, ["ours", "default"]),
+        (4, ["ours", "default", "eager in a graph", "reduce-overhead"]),
+    ]
+
+
 @pytest.mark.parametrize("is_held", [True, False])
 def test_ways_that_the_power_limit_holds_down_are_timed_after_rests_too_once_all_are_ready(is_held):
     clocks = Clocks(samples=(ClockSample(reasons=("sw_power_cap",) if is_held else ()),))
@@ -357,7 +380,8 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
         assert phases[:5] == ["read the plan", "capture", "kernels", "install", "first step"]
         assert set(phases[5:]) <= {"between them"}
         assert named(report.baselines, OURS).first_call_s == pytest.approx(report.warm_up.seconds, abs=1e-3)
-        early = so_far[-1]  # what a run that is ended while compilers work has found
+        early, later = so_far[-2:]  # what a run that is ended while compilers work has found
+        assert f"{COMPILED}default" in [row.name for row in later.baselines] and later.answer_s == early.answer_s
         assert (early.status, [row.name for row in early.baselines]) == ("interrupted", [EAGER, OURS])
         assert early.after.wall.median_ns > 0 and early.model_check == report.model_check
     else:
