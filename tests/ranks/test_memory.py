@@ -128,7 +128,7 @@ def test_a_kernel_of_a_chain_is_left_out_on_all_ranks(tmp_path):
         tune = raising_on(ranks, 1, lambda *_, **__: Tuned(tuning=Tuning(), source="planted"))
         instruments = replace(agreeing(ranks), tune=tune)
         options, folder = ApplyOptions(keep="verified"), tmp_path / str(ranks.rank)
-        (one,) = _trials(bench, plan.fusions[0], ("cpp",), options, folder, 0, Progress(), instruments, None)
+        (one,) = _trials(bench, plan.fusions[0], ("cpp",), options, folder, 0, Progress(), instruments, None, None)
         return ranks.gather("the next kernel", (one.fusion.status, one.fusion.reason))
 
     no_memory = "no memory is left to check its numbers against fp64"
