@@ -141,7 +141,7 @@ def test_llamas_layer_with_its_add_and_norm(tmp_path):
     model, inputs, fused = models.fused(models.llama)
     left_out = fused.export(tmp_path / "llama", format="patch")
     fused.revert()
-    assert any(line.startswith("F1 add_rmsnorm, 2 of its sites") for line in left_out)
+    assert any(" add_rmsnorm, 2 of its sites" in line for line in left_out)  # which chain is F1 depends on times
     path = "transformers/models/llama/modeling_llama.py"
     folder = patched(tmp_path / "llama", "llama_kernels", SITE_PACKAGES, tmp_path / "copy")
     with loaded(folder / path, "transformers.models.llama.modeling_llama", tmp_path / "llama") as module:
