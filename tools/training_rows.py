@@ -211,7 +211,8 @@ def main(arguments: Sequence[str] | None = None, runner: Callable[..., int] = ru
         "--no-max-autotune", action="store_true", help="leave torch.compile's slowest mode out: minutes for each row"
     )
     asked = parser.parse_args(words[:split])
-    options = [*([] if asked.no_max_autotune else ["--max-autotune"]), *words[split + 1 :]]
+    # --quick times other ways only where one of these asks for them.
+    options = [*(["--baseline", "compile"] if asked.no_max_autotune else ["--max-autotune"]), *words[split + 1 :]]
     try:
         rows = [row_of(text) for text in asked.rows] or list(ROWS)
     except ValueError as error:

@@ -50,7 +50,10 @@ def test_a_second_call_goes_on_with_what_is_not_finished(tmp_path, capsys):
     assert main(words, runner) == 0
     assert ran == [(name, ("--max-autotune", "--quick")) for name in ("gpt2", "vit-base", "bert-large", "vit-base", "bert-large")]
     assert main([*words[:5], "--for", "0"], runner) == 0 and len(ran) == 5
-    assert main(["gpt2", "--no-max-autotune", "-o", str(tmp_path / "quickly")], runner) == 0 and ran[-1] == ("gpt2", ())
+    assert main(["gpt2", "--no-max-autotune", "-o", str(tmp_path / "quickly")], runner) == 0 and ran[-1] == (
+        "gpt2",
+        ("--baseline", "compile"),
+    )
     found = json.loads((tmp_path / "rows.json").read_text())
     assert [one["name"] for one in found] == ["gpt2", "vit-base", "bert-large"]
     assert capsys.readouterr().out.count("| openai-community/gpt2 | 32 x 1,024 |") == 4
