@@ -179,13 +179,16 @@ def with_shapes(
 def _in_turn(works: Sequence[RangeWork]) -> list[list[tuple[ServedPiece, ShapePiece]]]:
     """Capture and decide the pieces of all calls, of each call one piece in turn: the first holds most of the sizes.
 
+    Calls that CUDA graphs serve come first, for they gain most: where time ends, the others are left. Qwen2.5-7B of 4 layers on
+    an H200 decoded in 0.26 of eager's time on a static cache, in 0.86 on a growing one.
+
     Returns:
         For each call its pieces in the order in which they were captured.
     """
     finders = [work.ranged.finder(functools.partial(_captured, work)) for work in works]
     known: dict[int, tuple[Piece, PiecePoints]] = {}
     done: dict[int, tuple[ServedPiece, ShapePiece]] = {}
-    going = list(zip(works, finders, strict=True))
+    going = sorted(zip(works, finders, strict=True), key=lambda pair: not pair[0].ranged.may_record)
     while going:
         left = []
         for work, finder in going:

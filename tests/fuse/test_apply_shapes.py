@@ -7,6 +7,7 @@ import itertools
 import random
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ import torch._dynamo.utils
 import fusion_advisor as fa
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import PlanMismatch, SizeRejected, UsageError
+from fusion_advisor.fuse.apply_shapes import _in_turn
+from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
-from fusion_advisor.fuse.shapes.pieces import points_of
+from fusion_advisor.fuse.shapes.pieces import Piece, points_of
 from fusion_advisor.fuse.shapes.ranged_calls import generate_hint
 from fusion_advisor.records import ShapeRanges, SizeRange
 from fusion_advisor.records.serialize import dump_report, load_report
@@ -319,3 +322,28 @@ def test_ranges_without_a_cache_say_how_generate_would_be_served():
     assert not generate_hint(vit()[0], read_shapes("batch=1..2"))
     with served(gpt2, kwargs, "seq=4..8", shape_points=((8,),)) as fused:
         assert any(note.startswith("generate runs the original ops") and "cached=1..63" in note for note in fused.report.notes)
+
+
+class Finder:
+    """Finds pieces that run the original ops, and says when."""
+
+    def __init__(self, name, told):
+        self.name, self.told, self.found = name, told, []
+
+    def next(self):
+        if len(self.found) == 2:
+            return None
+        self.told.append(self.name)
+        self.found.append(Piece(box=(SizeRange(name="batch", least=1, most=len(self.found) + 1),), refusal="not captured"))
+        return self.found[-1]
+
+
+def test_calls_that_cuda_graphs_serve_are_captured_first():
+    told = []
+    calls = [
+        SimpleNamespace(name=name, may_record=name == "static decode", finder=lambda _, name=name: Finder(name, told))
+        for name in ("prefill", "decode", "static decode")
+    ]
+    rows = _in_turn([SimpleNamespace(ranged=call, progress=Progress()) for call in calls])
+    assert told == ["static decode", "prefill", "decode"] * 2
+    assert [[row.call for _, row in pieces] for pieces in rows] == [[call.name] * 2 for call in calls]
