@@ -130,7 +130,7 @@ class FusedForward:
             if not refusal:
                 return self.launched({name: call[name] for name in ARGUMENTS})
         elif not refusal:
-            refusal, result = self._fused(call)
+            refusal, result = self._fused(call) if self.graphs is None else self.graphs.alone(self._fused, call)
             if not refusal:
                 return result
         if not is_compiling:
