@@ -239,7 +239,7 @@ def _layout_refusal(name: str, laid: Any, value: Any) -> str:
 
 
 class _Guard:
-    """A model as it was when the kernels were put in: submodules, parameters, buffers, hooks, dtypes, dropouts.
+    """A model as it was when the kernels were put in: submodules, parameters, buffers, hooks, dtypes, dropouts, attributes.
 
     It is looked at at each call: with 28 layers of Qwen2.5 it has 371 modules and 341 tensors, so all loops are in C.
 
@@ -262,6 +262,8 @@ class _Guard:
         self._joined = [
             (model.get_buffer(name), [*map(model.get_parameter, sources)]) for name, (_, *sources) in JOINED.items()
         ]
+        self._attributes = _attributes(model)
+        self._plain = self._read()
         self._dropouts = [one for one in model.modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
 
     def change(self) -> str:
@@ -277,7 +279,19 @@ class _Guard:
             return _OTHER_KIND
         if any(one.training for one in self._dropouts):
             return "a dropout is in train() mode"
+        if self._have_changed():
+            return "an attribute of a module is another than at apply"
         return self._moved()
+
+    def _read(self) -> list[list[Any]]:
+        """Return the plain attributes of all modules: 387 of 28 layers of Qwen2 take 12 µs."""
+        return [[*map(read, modules)] for read, modules in self._attributes]
+
+    def _have_changed(self) -> bool:
+        try:
+            return self._read() != self._plain
+        except (AttributeError, RuntimeError, ValueError):  # one is gone, or holds many numbers now
+            return True
 
     def _moved(self) -> str:
         """Say why tensors cannot be read where they lie now; empty where they can: what has its address is on its device."""
@@ -295,6 +309,16 @@ class _Guard:
 
 
 _OTHER_KIND = "parameters have another dtype or device than at apply"
+
+
+def _attributes(model: torch.nn.Module) -> list[tuple[Callable[[Any], Any], list[torch.nn.Module]]]:
+    """Return what reads the plain attributes of modules, each with its modules; those of a linear layer are only shown."""
+    found: dict[tuple[str, ...], list[torch.nn.Module]] = {}
+    for path, module in model.named_modules():
+        names = tuple(name for name in EXPECTED["modules"].get(path, {}) if name in vars(module) and name.isidentifier())
+        if names and type(module) is not torch.nn.Linear:
+            found.setdefault(names, []).append(module)
+    return [(attrgetter(*names), modules) for names, modules in found.items()]
 
 
 def _lie_in(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
