@@ -42,7 +42,7 @@ class _Output:
         is_exact: it holds integers as floats, for which there is no tolerance.
         least_factor: so many times eager's own error may be at least.
         drawn: errors of eager's ops with other rounding (relative L2).
-        floor: relative error that is rounding alone, where eager has no digit right or is the truth itself.
+        floor: relative error that is rounding alone, where eager has no digit right.
     """
 
     name: str
@@ -66,7 +66,8 @@ class _Output:
         unit = unit_of(self.ours.dtype)
         if oracle_name == "eager":
             usual = math.hypot(*self.drawn) / math.sqrt(max(len(self.drawn), 1))
-            return self.between.rel_l2 / max(8 * unit, self.factor * usual, self.floor)
+            floor = self.floor if usual >= 1 else 0.0
+            return self.between.rel_l2 / max(8 * unit, self.factor * usual, floor)
         floor = self.floor if self.has_no_digit else 0.0
         return self.ours_error.rel_l2 / max(self.factor * self.own, unit, floor)
 
@@ -123,8 +124,8 @@ def check_model(
         least_factor: so many times eager's own error an output's may be at least.
         drawn: by the name of an output, its relative errors in runs of eager's ops with other rounding: of an output with few
             numbers, a loss for one, eager's own error may be small by luck.
-        floors: by the name of an output, the relative error that is rounding alone. It counts where eager has no digit right, and
-            where eager itself is the oracle.
+        floors: by the name of an output, the relative error that is rounding alone. It counts where eager has no digit right:
+            where eager itself is the oracle, other rounding says whether it has.
     """
     other = [name for (name, ours), (_, theirs) in zip(fused, eager, strict=True) if ours.shape != theirs.shape]
     if other:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
 from collections import Counter
 
 import pytest
@@ -54,6 +55,62 @@ def launched(call, order):
         call()
     names = [event.name for event in profile.events() if event.cpu_parent is None and event.name.startswith("aten::")]
     return Counter(name for name in names if name not in VIEWS), order.count("replay")
+
+
+class Overtaken:
+    """Records on a CPU; once it is on, a replay waits until another one has begun, or half a second."""
+
+    def __init__(self):
+        self.is_on, self.replays, self.has_begun = False, 0, (threading.Event(), threading.Event())
+
+    def is_recording(self):
+        """Nobody records around a call."""
+        return False
+
+    def record(self, run):
+        """Run a call; a replay makes it again."""
+        output = run()
+
+        def replay():
+            if self.is_on:
+                self.replays += 1
+                self.has_begun[self.replays - 1].set()
+                if self.replays == 1:
+                    self.has_begun[1].wait(0.5)
+            output.logits.copy_(run().logits)
+
+        return output, replay
+
+
+@torch.no_grad()
+def test_a_call_of_another_thread_does_not_overtake_a_replay(tmp_path, monkeypatch):
+    model, inputs, fused = models.fused(models.gpt2)
+    fused.export(tmp_path / "threads_gpt2")
+    fused.revert()
+    monkeypatch.syspath_prepend(tmp_path / "threads_gpt2")
+    package, recorder, found = importlib.import_module("threads_gpt2"), Overtaken(), {}
+    calls = [inputs | {"input_ids": inputs["input_ids"] + number} for number in range(2)]
+    expected = [model(**call).logits for call in calls]
+    package.apply(model, cuda_graph=True, recorder=recorder)
+    for _ in range(3):
+        model(**inputs)
+    recorder.is_on = True
+
+    @torch.no_grad()
+    def run(number):
+        if number:
+            recorder.has_begun[0].wait(60)
+        found[number] = model(**calls[number]).logits
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert recorder.replays == 2 and package.fallbacks(model) == {}
+    for number in range(2):
+        torch.testing.assert_close(found[number], expected[number])
+    package.revert(model)
 
 
 class Noting:

@@ -172,6 +172,29 @@ def test_an_odd_width_product_is_in_the_package(tmp_path, monkeypatch, has_bias)
     assert "2 passed" in done.stdout
 
 
+@torch.no_grad()
+def test_weights_that_lie_elsewhere_later_and_other_attributes_run_the_models_own_forward(tmp_path, monkeypatch):
+    model, inputs, fused = models.fused(lambda: odd(has_bias=False))
+    fused.export(tmp_path / "odd_head_moved")
+    fused.revert()
+    monkeypatch.syspath_prepend(tmp_path / "odd_head_moved")
+    package = importlib.import_module("odd_head_moved")
+    own = model(**inputs)
+    package.apply(model)
+    lay = model.head.weight.data
+    model.head.weight.data = lay * 2
+    torch.testing.assert_close(model(**inputs), own * 2)
+    (reason,) = package.fallbacks(model)
+    assert "apply again" in reason
+    model.head.weight.data = lay
+    model.norm.eps = 10.0
+    torch.testing.assert_close(model(**inputs), type(model).forward(model, **inputs))
+    assert package.fallbacks(model) == {reason: 1, "an attribute of a module is another than at apply": 1}
+    model.norm.eps = 1e-5
+    torch.testing.assert_close(model(**inputs), own, rtol=2e-2, atol=2e-2)
+    assert sum(package.fallbacks(model).values()) == 2
+
+
 def test_a_weight_that_is_padded_in_two_ways_is_refused():
     """A package lays a weight out once, with so many rows after it."""
     graph = Graph()

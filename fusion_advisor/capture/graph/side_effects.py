@@ -251,6 +251,10 @@ class Before:
             _put_back(space, before)
         for value, before in self.contents:
             _put_back(value, before)
+        self.restore_generators()
+
+    def restore_generators(self) -> None:
+        """Put random generators back: the model's own, and those that nobody passes."""
         for generator, state in self.generators:
             generator.set_state(state)
         if self.numbers is not None:

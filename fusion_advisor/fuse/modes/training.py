@@ -107,7 +107,8 @@ def measure_training(
         options: how to measure.
         progress: is given the results.
         on_cuda: whether the model is on a GPU.
-        at_the_end: puts back what every step sets in the modules anew: a count, a buffer that is replaced, a list that grows.
+        at_the_end: puts back what every step sets in the modules anew (a count, a buffer that is replaced, a list that grows) and
+            random generators that steps draw from: the model's own, Python's, numpy's.
 
     Raises:
         NotTrainable: no output depends on a parameter, or the step raises.
@@ -121,6 +122,7 @@ def measure_training(
         when = "in the second step, not in the first, "  # a buffer that holds on to the first one's graph
         tell_what_moves(moved, state, lambda: _first(call, loaded, when), loaded.model)
     at_the_end.callback(moved.restore)
+    at_the_end.callback(state.restore_generators)
     step = UnchangedStep(title="training step", call=call, model=loaded.model, on_cuda=on_cuda)
     how = measurement_of(options)
     timed = step.time(how, WallTimer())

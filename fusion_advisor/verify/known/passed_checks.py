@@ -3,7 +3,8 @@
 Rows of special numbers are tried once for a kernel. Whether a NaN, an infinity or a subnormal number comes out right follows from
 what the kernel computes for an element, not from how many rows there are. So they are known by all that may make a difference:
 the program but for its sizes, from which the source is printed, the launch parameters, what a compiler may assume of each size
-(that it is 1, or a multiple of 16, 8, 4 or 2), the width of rows that are reduced, the original ops, and the user's limits.
+(that it is 1, or a multiple of 16, 8, 4 or 2), the width of rows that are reduced, the original ops with what each is given, and
+the user's limits.
 All else is checked at every size: random numbers of several magnitudes, the site's own tensors, NaN in the last element of each
 operand, masks, indices, two equal calls, and the memory around the outputs.
 
@@ -14,7 +15,7 @@ for the site's own tensors: these alone are looked at, and the times of both way
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ from fusion_advisor.records import Numerics, Timing, Tolerance
 from fusion_advisor.verify.check_chain import check_calls, check_chain, layout_of
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
 
+_MOST_INTEGERS = 1 << 16
+"""Of one root that are compared: places in a cache are far fewer."""
 _VECTOR = 16
 """No compiler assumes more of a number than that it is a multiple of this."""
 
@@ -94,12 +97,22 @@ class CheckedSite:
         parts = [part.program for part in nests(self.program)]
         widths = tuple(part.dims[-1] for part in parts if part.is_reduced)
         assumed = tuple(tuple(map(_assumed, numbers)) for part in parts for numbers in _sizes_of(part))
-        ops = tuple(map(_form, self.chain.nodes))
-        return self.entry, self.tuning, layout_key(self.program), widths, assumed, ops
+        names = _names_of(self.chain)
+        ops = tuple(_form(node, names) for node in self.chain.nodes)
+        ends = tuple(names[node] for node in self.chain.outputs), self.chain.written, self.chain.in_place
+        return self.entry, self.tuning, layout_key(self.program), widths, assumed, ops, ends
 
     def exact(self) -> Hashable:
-        """Return what is equal where all but the numbers in the site's tensors is."""
-        return self.form(), self.program, tuple(map(layout_of, self.roots)), tuple(map(_whole_form, self.chain.nodes))
+        """Return what is equal where all but the numbers in the site's tensors is.
+
+        Integers that no trial changes are compared too.
+        """
+        chain = self.chain
+        read = tuple((number, *layouts) for _, number, *layouts in chain.outer), tuple(layout for _, layout in chain.unread)
+        return (
+            self.form(), self.program, tuple(map(layout_of, self.roots)), read, tuple(map(_whole_form, chain.nodes)),
+            tuple(map(_integers, self.roots)) if chain.in_place or chain.keeps_indices else (),
+        )  # fmt: skip
 
 
 def _sizes_of(program: Program) -> Iterator[tuple[int, ...]]:
@@ -122,11 +135,24 @@ def _whole_form(node: Node) -> Hashable:
     return numbers, layout
 
 
-def _form(node: Node) -> Hashable:
-    """Return an op and what it is given that is neither a tensor nor a size."""
+def _names_of(chain: OriginalChain) -> dict[Node, str]:
+    """Name each value by its place: ``a - b`` and ``b - a`` are other ops of the same tensors."""
+    outside = {node: f"root {number}" for node, number, *_ in chain.outer} | {node: "unread" for node, _ in chain.unread}
+    return outside | {node: f"op {place}" for place, node in enumerate(chain.nodes)}
+
+
+def _form(node: Node, names: Mapping[Node, str]) -> Hashable:
+    """Return an op and what it is given, but for sizes."""
 
     def plain(value: Any) -> str:
-        return "" if isinstance(value, Node) or type(value) is int else repr(value)
+        return names[value] if isinstance(value, Node) else "" if type(value) is int else repr(value)
 
     value = node.meta.get("val")
-    return str(node.target), tuple(map(plain, pytree.tree_leaves((node.args, node.kwargs)))), str(getattr(value, "dtype", ""))
+    return str(node.target), repr(pytree.tree_map(plain, (node.args, node.kwargs))), str(getattr(value, "dtype", ""))
+
+
+def _integers(root: torch.Tensor) -> Hashable:
+    """Return what a root of integers or booleans holds; nothing equals a large one."""
+    if root.is_floating_point():
+        return None
+    return tuple(root.flatten().tolist()) if root.numel() <= _MOST_INTEGERS else object()

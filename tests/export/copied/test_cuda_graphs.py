@@ -51,9 +51,13 @@ class FakeRecorder:
         self.refusal = refusal
         self.replays = 0
         self.is_inside = False
+        self.now = 0
 
     def is_recording(self):
         return self.is_inside
+
+    def stream(self, device):
+        return self.now
 
     def record(self, run):
         if self.refusal:
@@ -158,6 +162,33 @@ def test_inside_somebodys_recording_nothing_is_recorded():
     for _ in range(3):
         run(cache, torch.ones(4))
     assert (step.runs, recorder.replays) == (3, 0)
+
+
+def test_a_call_from_another_stream_runs_kernel_by_kernel():
+    """A graph may be under way on the first one, and reads the memory that a call is copied into."""
+    _, recorder, notes, run = setup()
+    recorder.now = 0
+    cache = Cache()
+    for _ in range(3):
+        run(cache, torch.ones(4))
+    recorder.now = 7
+    assert torch.equal(run(cache, torch.ones(4)).total, torch.full((4,), 6.0))
+    assert recorder.replays == 2 and notes == ["no CUDA graph: the call comes from another stream than the first one did"]
+    recorder.now = 0
+    assert torch.equal(run(cache, torch.ones(4)).total, torch.full((4,), 7.0)) and recorder.replays == 3
+
+
+def test_a_call_from_another_stream_is_not_started():
+    step, recorder = Step(), FakeRecorder()
+    graphs = Graphs(recorder, [step.weight], ["cache.keys"], lambda reason: None, ["cache.keys"])
+    cache = Cache()
+    call = {"cache": cache, "x": torch.ones(4)}
+    for _ in range(2):
+        graphs.run(call, {"cache.keys": cache.keys, "x": call["x"]}, step)
+    recorder.now = 7
+    assert graphs.started(call, {"cache.keys": cache.keys}) is None and recorder.replays == 1
+    recorder.now = 0
+    assert graphs.started(call, {"cache.keys": cache.keys}) is not None
 
 
 def test_so_many_caches_have_graphs():

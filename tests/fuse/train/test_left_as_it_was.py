@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -195,3 +197,39 @@ def test_a_parameter_that_handles_its_ops_is_refused_ahead_of_the_first_step():
     with pytest.raises(CannotCapture, match="`gain` is a Held, a tensor class that handles its ops by itself"):
         applied(model, (batch(),))
     assert model.calls == 5
+
+
+class Drawing(Block):
+    """Draws from a generator of its own, and from Python's and numpy's."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        self.draw()
+        return super().forward(x)
+
+    @torch._dynamo.disable
+    def draw(self):
+        random.random()
+        numpy.random.rand()
+        torch.rand(2, generator=self.generator)
+
+
+def test_random_generators_are_where_they_were():
+    model = Drawing().train()
+
+    def drawn():
+        return random.random(), numpy.random.rand(), torch.rand(1).item(), torch.rand(1, generator=model.generator).item()
+
+    random.seed(1)
+    numpy.random.seed(1)
+    state = model.generator.get_state(), torch.get_rng_state()
+    expected = drawn()
+    random.seed(1)
+    numpy.random.seed(1)
+    model.generator.set_state(state[0])
+    torch.set_rng_state(state[1])
+    fa.apply(model, (batch(),), **OPTIONS)
+    assert drawn() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,6 +164,51 @@ def test_a_kernel_that_is_wrong_on_the_tensors_of_an_equal_site_is_found():
     assert passed_at(known, wrong_there, (torch.randn(16, 32),))[0]
     is_passed, calls = passed_at(known, wrong_there, (special,))
     assert not is_passed and calls > 2
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (lambda a, b: a - b, lambda a, b: b - a),
+        (lambda a, b: torch.clamp(a - b, min=0.5), lambda a, b: torch.clamp(a - b, max=0.5)),
+        (lambda a, b: (a - b) * 2.0 + a, lambda a, b: (a - b) * 2.0 + b),
+    ],
+    ids=["order", "keyword", "another input"],
+)  # fmt: skip
+def test_other_ops_on_the_same_tensors_are_checked_anew_whatever_the_tensors_hold(first, other):
+    """A site's own tensors may be zeros, where many ops come to the same."""
+    torch.manual_seed(0)
+    program, known, zeros = programs.gelu_tanh((16, 32)), PassedChecks(), (torch.zeros(16, 32), torch.zeros(16, 32))
+
+    def kernel(a, b):
+        return first(a.double(), b.double()).to(a.dtype)
+
+    own = {"seed": 1, "fast_math": False, "tolerance": None}
+    roots = (torch.randn(16, 32), torch.randn(16, 32))
+    assert known.check(site(program, function=first, roots=roots), kernel, **own).is_passed
+    again = known.check(site(program, function=first, roots=zeros), kernel, **own)
+    assert again.is_passed and "an equal site" in again.inputs
+    wrong = site(program, function=other, roots=zeros)
+    assert wrong.form() != site(program, function=first, roots=zeros).form()
+    found = known.check(wrong, kernel, **own)
+    assert not found.is_passed
+
+
+def test_places_that_no_trial_changes_are_part_of_what_is_equal():
+    def write(table, rows, places):
+        return table.index_copy_(0, places, rows)
+
+    program = programs.gelu_tanh((4, 8))
+    first, other = torch.arange(4), torch.arange(4) + 4
+
+    def exact(places, is_in_place=True):
+        one = site(program, function=write, roots=(torch.zeros(16, 8), torch.ones(4, 8), places))
+        chain = replace(one.chain, in_place=(0,), written=(0,)) if is_in_place else one.chain
+        return replace(one, chain=chain).exact()
+
+    assert exact(first) == exact(first.clone()) and exact(first) != exact(other)
+    assert exact(first) != exact(first, is_in_place=False)
+    assert exact(first, is_in_place=False) == exact(other, is_in_place=False)
 
 
 def test_a_kernel_that_did_not_pass_is_not_known():

@@ -9,6 +9,7 @@ because it compiles and allocates what must not be in a graph.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -47,6 +48,15 @@ class CudaRecorder:
     def is_recording(self) -> bool:
         """Whether the current stream is recorded."""
         return torch.cuda.is_current_stream_capturing()
+
+    def stream(self, device: int) -> int:
+        """Return the driver's handle of a device's current stream.
+
+        Args:
+            device: its number.
+        """
+        own = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        return int(torch.cuda.current_stream(device).cuda_stream if own is None else own(device))
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Record on a stream of its own.
@@ -168,10 +178,25 @@ class Graphs:
         self._passed = [name for name in written if "." not in name]
         self._note = note
         self._saved = saved
+        self._lock = threading.RLock()
+        self._device = next((one.device.index or 0 for one in tensors), 0)
+        self._stream_of: Callable[[int], int] = getattr(recorder, "stream", int)
+        self._stream: int | None = None
+        """Of the first call: a graph's memory is written and read in its order."""
         self._known: dict[tuple[int, ...], _Recorded | str] = {}
         """By addresses: a graph, or why there is none; empty after the first call."""
         self._latest: dict[tuple[int, ...], _Recorded] = {}
         """By the addresses of the call's own tensors, those of the model left out."""
+
+    def alone(self, function: Callable[[dict[str, Any]], Any], call: dict[str, Any]) -> Any:
+        """Call a function while no other thread is in one: all calls share a graph's memory, and what was noted of the last call.
+
+        Args:
+            function: uses the graphs.
+            call: its argument.
+        """
+        with self._lock:
+            return function(call)
 
     def run(
         self,
@@ -189,6 +214,9 @@ class Graphs:
             recorded: makes what a graph holds of the call; large results are :class:`Late`. None: ``forward``.
         """
         if self._recorder.is_recording():
+            return forward(call)
+        if self._is_elsewhere():
+            self._note("no CUDA graph: the call comes from another stream than the first one did")
             return forward(call)
         own = self._own(call, {name: tensor for name, tensor in tensors.items() if "." in name})
         place = (*map(_address, self._tensors), *own)
@@ -223,7 +251,14 @@ class Graphs:
         if not self._latest or self._recorder.is_recording() or (self._written and self._saved is None):
             return None
         known = self._latest.get(self._own(call, held))
-        return None if known is None or known.gone else self._launched(known, call)
+        return None if known is None or known.gone or self._is_elsewhere() else self._launched(known, call)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether a call comes from another stream than the first one did; a graph may still be under way there."""
+        now = self._stream_of(self._device)
+        if self._stream is None:
+            self._stream = now
+        return now != self._stream
 
     def _launched(self, known: _Recorded, call: Mapping[str, Any]) -> Started:
         known.launch(call)

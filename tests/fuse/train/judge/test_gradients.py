@@ -56,12 +56,30 @@ def test_what_vanishes_may_be_what_rounding_leaves_of_the_weight_beside_it(size,
     assert not is_passed or "is rounding alone" in found.limit
 
 
+def only_rounded(size, off):
+    """No memory for a truth; eager's ops rounded otherwise change the gradient of the bias by ``off``."""
+
+    def wide(dtype, seed=None):
+        if dtype is not None:
+            raise RuntimeError("no memory for one")
+        (weight, bias), other = bias_rows(size, 0.0), torch.randn(500, generator=seeded(seed + 700))
+        return [weight, (bias[0], bias[1] + off * other)]
+
+    return wide
+
+
 @pytest.mark.parametrize(("noise", "is_passed"), [(3.5e-7, True), (1e-6, False)])
 def test_what_vanishes_is_compared_with_eagers_rounding_where_there_is_no_truth(noise, is_passed):
-    def none(_, seed=None):
-        raise RuntimeError("no memory for one")
+    found = check_gradients(bias_rows(0.0, noise), bias_rows(0.0, 1e-7), only_rounded(0.0, 1e-7))
+    assert found.is_passed is is_passed and found.oracle == "eager"
 
-    assert check_gradients(bias_rows(0.0, noise), bias_rows(0.0, 1e-7), none).is_passed is is_passed
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0])
+def test_a_small_gradient_of_which_rounding_leaves_digits_has_no_floor_where_there_is_no_truth(factor):
+    """A bias beside a weight that large activations go into: 3e-7 of the weight's gradient, less than four units of fp32."""
+    theirs = bias_rows(3e-7, 0.0)
+    ours = [theirs[0], (theirs[1][0], factor * theirs[1][1])]
+    assert not check_gradients(ours, theirs, only_rounded(3e-7, 1e-9)).is_passed
 
 
 def test_a_gradient_that_is_missing_is_said():
