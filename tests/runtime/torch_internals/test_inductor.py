@@ -86,6 +86,7 @@ def test_a_program_becomes_a_package_that_loads(is_on_gpu, tmp_path):
     x, built = torch.randn(4, 4), []
     program = torch.export.export(torch.nn.Tanh(), (x,))
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    cpu_vec_isa.VecISA._VecISA__bool__impl.cache_clear()  # an earlier test may have asked
     asked = cpu_vec_isa.VecISA.check_build.__code__
     sys.setprofile(lambda frame, event, _: built.append(event) if event == "call" and frame.f_code is asked else None)
     try:
