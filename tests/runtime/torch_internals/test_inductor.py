@@ -11,13 +11,14 @@ import torch
 from fusion_advisor.runtime.torch_internals import fake_mode, fx_trace, inductor
 
 
-def test_compilers_begin_with_empty_caches_and_get_theirs_back(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
-    monkeypatch.setenv("TRITON_CACHE_DIR", "before too")
+def test_compilers_begin_with_empty_caches_and_get_theirs_back(monkeypatch, tmp_path):
+    before = str(tmp_path / "before"), str(tmp_path / "before too")  # Inductor makes a path absolute when it is imported
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before[0])
+    monkeypatch.setenv("TRITON_CACHE_DIR", before[1])
     with inductor.empty_compile_caches():
         inside = os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]
     assert "before" not in inside[0] and "before" not in inside[1]
-    assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]) == ("before", "before too")
+    assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]) == before
 
 
 def test_inductor_compiles_a_traced_graph():
