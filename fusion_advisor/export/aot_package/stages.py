@@ -120,7 +120,7 @@ class Stages:
 
 
 class TimeIsUpError(BaseException):
-    """Ends a stage; no ``except Exception`` of a compiler takes it."""
+    """Ends a stage. It is no ``Exception``: compilers catch those and go on."""
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
