@@ -5,6 +5,9 @@ Where the step draws no random numbers, the same step in a wider dtype is the tr
 Where it draws some (dropout), a compiler draws others, and no step can be compared number by number. Then the distances between
 eager's steps of several seeds are the measure: a wrong loss and a missing or doubled gradient still show, a small error does not.
 
+A compiler's step is checked in a thread of its own (:mod:`fusion_advisor.runtime.own_thread`): behind other steps of the process
+torch.compile's gradients of Llama-3.2-1B were off by their own size on an H200, and right in a process of their own.
+
 A gradient of which eager has no digit right (a key's bias in attention: its true gradient is 0) is judged in neither case. Of a
 random step the wider one draws other numbers: there such a gradient is one that all but vanishes in it.
 """
@@ -22,6 +25,7 @@ from torch.utils import _pytree as pytree
 from fusion_advisor.fuse.baselines.training_step import TrainingWay
 from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
 from fusion_advisor.records import StepCheck
+from fusion_advisor.runtime.own_thread import in_own_thread
 from fusion_advisor.verify.accuracy import error_of
 from fusion_advisor.verify.subgraph_oracle import widened
 from fusion_advisor.verify.wide_copies import widened_copy
@@ -189,6 +193,10 @@ def _vanishing(step: _Step, wide: _Step) -> set[str]:
 
 def _run(way: TrainingWay, seed: int) -> tuple[_Step, bool]:
     """Run a step with a seed; also return whether it drew random numbers."""
+    return in_own_thread(lambda: _run_here(way, seed)) if way.is_checked_alone else _run_here(way, seed)
+
+
+def _run_here(way: TrainingWay, seed: int) -> tuple[_Step, bool]:
     devices = sorted({one.device.index for one in way.model.parameters() if one.is_cuda})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -35,7 +35,7 @@ def training_peers(
     """
 
     def compiled(mode: str) -> Call:
-        return way(dynamo.compiled_call(loaded.model, "inductor", mode=mode))
+        return replace(way(dynamo.compiled_call(loaded.model, "inductor", mode=mode)), is_checked_alone=True)
 
     def liger() -> Call:
         if not on_cuda:

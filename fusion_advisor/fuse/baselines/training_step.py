@@ -31,6 +31,7 @@ class TrainingWay:
         kwargs: of the same call.
         forward: takes both.
         model_id: for error messages.
+        is_checked_alone: whether its gradients are checked in a thread of its own, which no other way's step has run in.
     """
 
     model: torch.nn.Module
@@ -38,6 +39,7 @@ class TrainingWay:
     kwargs: Mapping[str, Any]
     forward: Callable[..., Any]
     model_id: str
+    is_checked_alone: bool = False
 
     def __call__(self) -> None:
         """Run the step.

@@ -3,6 +3,9 @@
 The trial needs no second pair of graphs of the whole step, and sees the same calls whatever they drop: attention with a mask and
 without may draw other random numbers for its dropout, so that their gradients could not be compared. What is checked drops
 nothing. The gradients of the whole step are compared afterwards, as for every rewrite.
+
+The calls run in a thread of their own: in autograd's they would leave plans of cuDNN's attention to the caller's model, which
+reads its gradients wrongly by them (:mod:`fusion_advisor.runtime.own_thread`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from fusion_advisor.fuse.rewrite.record import Rewrite
 from fusion_advisor.fuse.train.attention_flags import FlagSite, find_flag_sites, with_flags
 from fusion_advisor.fuse.train.judge.gradients import Rows, check_gradients
 from fusion_advisor.records import GraphRewrite, ModelCheck, Status
+from fusion_advisor.runtime.own_thread import in_own_thread
 from fusion_advisor.timing.host_timer import step_timer
 from fusion_advisor.timing.interleaving import interleave
 from fusion_advisor.timing.paired import Comparison, compare_rounds
@@ -78,8 +82,8 @@ class _Call:
         tensors = tuple(_drawn(value, generator) for value in values)
         repeats = values[0].shape[1] // values[1].shape[1] if site.traced_shared is not None else 1
         options = {name: one for name, one in op.kwargs.items() if name not in ATTENTION_ARGUMENTS}
-        result = op.meta["val"]
-        of_result = torch.randn(result.shape, dtype=result.dtype, device=result.device, generator=generator)
+        # A gradient has its tensor's layout where elementwise ops and views follow.
+        of_result = _drawn(op.meta["val"], generator).detach()
         mask = site.mask
         if mask.dtype == torch.bool:  # both passes of all layers read one mask that is made of it
             mask = torch.zeros_like(mask, dtype=values[0].dtype).masked_fill_(~mask, -torch.inf)
@@ -138,7 +142,7 @@ def try_flags(
         return FlaggedGraph(graph_module, ())
     numbers = Numbers.now()
     try:
-        rows = _judged(sites, options, check, times)
+        rows = in_own_thread(lambda: _judged(sites, options, check, times))
     except torch.cuda.OutOfMemoryError:
         rows = (_row(DROP_MASKS, sites, Status.NOT_REPLACED, "no memory is left to try the calls"),)
     finally:

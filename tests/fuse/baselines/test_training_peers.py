@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 from dataclasses import replace
 
@@ -328,6 +329,26 @@ def test_no_compiler_is_asked_without_compile():
     assert all(row.with_optimizer and row.check is None for row in run.report.baselines)
     run.revert()
     torch.compiler.reset()
+
+
+def test_a_compilers_step_is_checked_in_a_thread_of_its_own():
+    """Plans of cuDNN's attention that other ways' steps left in autograd's thread may read its gradients wrongly."""
+    model, kwargs = made()
+    threads = []
+
+    def noted(**given):
+        threads.append((threading.get_ident(), torch.autograd.is_multithreading_enabled()))
+        return model(**given)
+
+    reference = reference_of(way_of(model, kwargs))
+    assert not reference.check(way_of(model, kwargs, noted)).reason
+    assert not reference.check(replace(way_of(model, kwargs, noted), is_checked_alone=True)).reason
+    (here, is_shared), (alone, is_alone_shared) = threads
+    assert here == threading.get_ident() != alone and is_shared and not is_alone_shared
+    peers = training_peers(
+        types.SimpleNamespace(model=model), functools.partial(way_of, model, kwargs), on_cuda=False, max_autotune=True
+    )
+    assert [peer.make().is_checked_alone for peer in peers if peer.is_compiled] == [True, True]
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.fuse.train.flag_trial import try_flags
@@ -100,3 +102,43 @@ def test_a_dry_run_and_a_graph_that_cannot_be_traced_change_nothing():
         return [(one.module is graph_module, one.rows) for one in (dry, try_flags(graph_module, None, OPTIONS))]
 
     assert dynamo_graph(Attends(), rows(), then=trial)[1] == 2 * [(True, ())]
+
+
+class Layouts(TorchDispatchMode):
+    """Notes the layouts of attention's result and of the gradient that its backward pass is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attention" in str(func) and "backward" in str(func):
+            given = dict(zip([one.name for one in func._schema.arguments], args, strict=False))
+            self.seen.append((given["out"].stride(), given.get("grad_out", given.get("grad_out_")).stride()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_calls_have_the_layouts_of_the_model_and_run_in_no_thread_of_its_steps(device):
+    """Of a GPU torch keeps plans of cuDNN's attention by thread, and finds them without the layout of the result's gradient."""
+    seen, threads = [], []
+
+    def times(candidates):
+        threads.append((threading.get_ident(), torch.autograd.is_multithreading_enabled()))
+        for run in candidates:
+            with Layouts() as layouts:
+                run()
+            seen.extend(layouts.seen)
+        return [[300 - 100 * number + one for one in range(9)] for number, _ in enumerate(candidates)]
+
+    torch.manual_seed(0)
+
+    def trial(graph_module):
+        return try_flags(graph_module, retrace(graph_module), TIMED, times=times)
+
+    found = dynamo_graph(Attends().to(device), rows().to(device), then=trial)[1]
+    assert [row.status for row in found.rows] == [KEPT, KEPT]
+    assert all(thread != threading.get_ident() and not is_shared for thread, is_shared in threads)
+    # 2 layers in 3 ways
+    assert len(seen) == 6 and all(result == of_result for result, of_result in seen)
+    assert all(result != torch.empty(2, 4, 24, 8).stride() for result, _ in seen)  # of queries that were turned

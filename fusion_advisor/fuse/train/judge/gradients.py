@@ -70,12 +70,9 @@ class TrainingStep:
                 tangents.append(None)
                 continue
             drawn = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(0))
-            shape, dtype, device = output.shape, output.dtype, output.device
-            tangents.append(
-                torch.ones(shape, dtype=dtype, device=device)
-                if output.dim() == 0
-                else torch.randn(shape, dtype=dtype, device=device, generator=drawn)
-            )
+            # In the output's layout: what reads a gradient laid out otherwise may be another kernel, or another plan of cuDNN's.
+            gradient = torch.ones_like(output)
+            tangents.append(gradient if output.dim() == 0 else gradient.normal_(generator=drawn))
         return cls(step.names, step.args, tuple(tangents))
 
     def leaves(self, wide: torch.dtype | None = None) -> list[Any]:
