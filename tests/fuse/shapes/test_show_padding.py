@@ -445,7 +445,8 @@ def test_what_the_trial_held_on_a_gpu_is_given_back():
         torch.cuda.empty_cache()
     assert shown.names == ("batch",) or "the larger graph" in shown.refused[0][1], shown.refused
     assert 0 < shown.seconds < 60
-    assert torch.cuda.memory_reserved() - before <= 64 << 20  # cuBLAS's workspaces may stay, a graph's pool may not
+    # Two workspaces of cuBLAS's may stay, 34 MiB each on an H200; a graph's pool may not.
+    assert torch.cuda.memory_reserved() - before <= 2 * (34 << 20)
 
 
 @pytest.mark.gpu
