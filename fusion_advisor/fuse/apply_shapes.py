@@ -32,8 +32,8 @@ from fusion_advisor.fuse.points.decide import RangeWork
 from fusion_advisor.fuse.points.piece_points import PiecePoints
 from fusion_advisor.fuse.points.time_limit import TimeLimit
 from fusion_advisor.fuse.shapes.pieces import Piece
-from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_hint, generate_of, ranged_calls
-from fusion_advisor.fuse.shapes.serve import ServedPiece, ShapeTable, serving
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_hint, generate_of, ranged_calls, table_of
+from fusion_advisor.fuse.shapes.serve import ServedPiece, serving
 from fusion_advisor.fuse.shapes.time_calls import time_calls
 from fusion_advisor.fuse.shapes.try_sizes import try_ends
 from fusion_advisor.records import Bandwidth, Report, ShapePiece, ShapePoint, ShapeRanges, Timing
@@ -113,7 +113,7 @@ def serve_shapes(
     for work, pieces in zip(works, _in_turn(works), strict=True):
         call = work.ranged
         served = [one for one, _ in pieces]
-        tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=call.may_record))
+        tables.append(table_of(call, served))
         rows += [row for _, row in pieces]
         starts += [work.starts[one.box] for one in served if one.box in work.starts]
     fused.serve(tables, generate_of(loaded, calls))
@@ -188,7 +188,7 @@ def _in_turn(works: Sequence[RangeWork]) -> list[list[tuple[ServedPiece, ShapePi
     finders = [work.ranged.finder(functools.partial(_captured, work)) for work in works]
     known: dict[int, tuple[Piece, PiecePoints]] = {}
     done: dict[int, tuple[ServedPiece, ShapePiece]] = {}
-    going = sorted(zip(works, finders, strict=True), key=lambda pair: not pair[0].ranged.may_record)
+    going = sorted(zip(works, finders, strict=True), key=lambda pair: not pair[0].ranged.may_pad)
     while going:
         left = []
         for work, finder in going:

@@ -32,8 +32,8 @@ from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, find_again
 from fusion_advisor.fuse.shapes.proved_sizes import prove_sizes
-from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls
-from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, serving
+from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls, table_of
+from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
 from fusion_advisor.fuse.start.guard_tree import Differs
 from fusion_advisor.fuse.start.opened_again import open_again
@@ -87,14 +87,14 @@ def _serve(fused: FusedModel, loaded: LoadedWorkload, saved: SavedPlan, ranges: 
         calls = ranged_calls(loaded, asked)
         for call in calls:
             rows = [piece for piece in ranges.pieces if piece.call == call.name]
-            work = _Restoring(loaded, saved, call, Path(folder), stored, pads=fused.graphs is not None and call.may_record)
+            work = _Restoring(loaded, saved, call, Path(folder), stored, pads=fused.graphs is not None and call.may_pad)
             try:
                 pieces = find_again(call.ranges, [(row.ranges, _is_served(row)) for row in rows], work.capture)
             except OtherPieces as error:
                 raise _mismatch(saved, "the model makes other pieces of the ranges") from error
             fused.traced_because = fused.traced_because or work.traced_because
             served = [work.piece(piece, row) for piece, row in zip(pieces, rows, strict=True)]
-            tables.append(ShapeTable(call.ranges, call.dims, served, (call.args, call.kwargs), may_record=call.may_record))
+            tables.append(table_of(call, served))
     fused.serve(tables, generate_of(loaded, calls))
 
 

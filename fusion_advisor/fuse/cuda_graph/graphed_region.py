@@ -34,6 +34,9 @@ class GraphedRegion:
     names: tuple[str, ...]
     graphs: Graphs
     refusal: str | None = None
+    most_result_bytes: int | None = None
+    """Of results that a graph may hold: whose are larger stays as it is, launch by launch. None: any."""
+    is_too_large: bool = field(default=False, init=False)
     waits: int = 1
     """Calls that still run launch by launch before one is recorded."""
     moves: int = 0
@@ -61,6 +64,15 @@ class GraphedRegion:
     def plain(self, *args: Any) -> Any:
         """Run it launch by launch."""
         return self.module.forward(*args)
+
+    def awaited(self, *args: Any) -> Any:
+        """Run it launch by launch ahead of being recorded, and look at how large its results are."""
+        result = self.module.forward(*args)
+        if self.most_result_bytes is not None:
+            results = result if isinstance(result, tuple | list) else (result,)
+            made = [one for one in results if isinstance(one, torch.Tensor) and all(one is not arg for arg in args)]
+            self.is_too_large = sum(one.nbytes for one in made) > self.most_result_bytes
+        return result
 
     def record(
         self,

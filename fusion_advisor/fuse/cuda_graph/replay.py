@@ -201,6 +201,9 @@ class Graphs:
         call = self._call
         if call is None or call.thread != threading.get_ident():
             return region.plain(*args)
+        if region.is_too_large:
+            call.undo()
+            return region.plain(*args)
         leaves = call.leaves if padded is None else padded
         recording = self._recordings.get(region)
         if call.launched is not recording:
@@ -221,7 +224,7 @@ class Graphs:
         if recording is None:
             if region.waits:
                 region.waits -= 1
-                return region.plain(*args)
+                return region.awaited(*args)
             before = total(region.tallies)
             try:
                 recording = region.record(self._recorder, args, leaves, call.objects, outputs=self.outputs)

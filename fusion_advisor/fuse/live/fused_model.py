@@ -293,7 +293,9 @@ class FusedModel(InPlace):
             self._launches.include(table.modules)
             for piece in table.pieces:
                 graphs = self.graphs if table.may_record else None
-                wrap = None if graphs is None else functools.partial(GraphedRegion, graphs=graphs)
+                wrap = None
+                if graphs is not None:
+                    wrap = functools.partial(GraphedRegion, graphs=graphs, most_result_bytes=table.most_result_bytes)
                 piece.start(self.model, wrap, self._rewritten.other, functools.partial(setattr, self, "traced_because"))
                 self._guard.watch(piece.code)
 

@@ -31,6 +31,7 @@ _LEAST_S = 3.0
 _TIMED_S = 0.5
 """For both ways at a point: a graph of larger sizes that pays saves a good part of a call."""
 _NEW_ADDRESSES = "each call makes new tensors of its cache, at addresses that no CUDA graph knows"
+_MAKES_CACHE = "each call makes a cache, which tells how many tokens it holds"
 
 
 def tried_padding(
@@ -52,9 +53,10 @@ def tried_padding(
         is_timed: ask the clock too, on a GPU.
         names: of the sizes that a saved plan pads; None: all that are proved.
     """
-    if not ranged.may_record:
+    if not ranged.may_pad:
         wanted = [one.name for one in box if one.least < one.most] if any(point.module is not None for point in points) else []
-        return ShownPadding(refused=tuple((name, _NEW_ADDRESSES) for name in wanted))
+        reason = _MAKES_CACHE if ranged.may_record else _NEW_ADDRESSES
+        return ShownPadding(refused=tuple((name, reason) for name in wanted))
     given, judge = trial_of(ranged, opened)
     pays = faster_than_launches(instruments) if is_timed else None
     budget_s = max(0.0, min(max(_LEAST_S, share * spent_s), most_s))

@@ -84,7 +84,7 @@ class RangeWork:
     @property
     def may_pad(self) -> bool:
         """Whether padding is looked at; its reasons name the line of an op."""
-        return self.pads and self.ranged.may_record
+        return self.pads and self.ranged.may_pad
 
     @property
     def on_cuda(self) -> bool:

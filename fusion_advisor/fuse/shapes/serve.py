@@ -251,13 +251,15 @@ class ShapeTable:
     Attributes:
         example: (args, kwargs) of one call.
         pieces: in the order of the report.
-        may_record: whether its calls may run as CUDA graphs: not where each makes new tensors of a cache.
+        may_record: whether its calls may run as CUDA graphs: not where each is given new tensors of a cache.
+        most_result_bytes: of results that such a graph may hold; None: any.
         sharing: which tensors of a call share memory, where its graphs write to what they are given; None: they do not write.
     """
 
     def __init__(
-        self, ranges: Sequence[SizeRange], dims: Dims, pieces: Sequence[ServedPiece], example: Any, *, may_record: bool = True
-    ) -> None:
+        self, ranges: Sequence[SizeRange], dims: Dims, pieces: Sequence[ServedPiece], example: Any, *, may_record: bool = True,
+        most_result_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         """Remember what must be equal in each call.
 
         Args:
@@ -266,11 +268,13 @@ class ShapeTable:
             pieces: that make up the ranges.
             example: (args, kwargs) of one call.
             may_record: whether its calls may run as CUDA graphs.
+            most_result_bytes: of results that such a graph may hold.
         """
         self.example = example
         self.ranges = tuple(ranges)
         self.pieces = tuple(pieces)
         self.may_record = may_record
+        self.most_result_bytes = most_result_bytes
         self._dims = dims
         args, kwargs = example
         self._like = pattern_of(args, kwargs, dims)

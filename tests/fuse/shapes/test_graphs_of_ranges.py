@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.cpp.backend import find_compiler
@@ -20,6 +21,8 @@ from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.runtime.environment import measure_bandwidth
 from fusion_advisor.timing.interleaving import CannotRecord
 from fusion_advisor.workload.load import describe_live
+from fusion_advisor.workload.static_cache import cache_name
+from tests import tiny
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="kernels of a CPU need a C++ compiler: apt-get install g++")
@@ -180,3 +183,58 @@ def test_a_model_without_weights_of_its_own_shares_no_graph_with_its_copy(served
         assert is_right(fused, 6)
     x = torch.randn(6, 32)
     assert torch.allclose(other(x), fused(x), rtol=1e-5, atol=1e-5)
+
+
+ROOMS = "batch=1..4,seq=1..16,cached=1..24"
+
+
+def prefill(fused, rows, length):
+    """Scores of a prompt, and its cache."""
+    like = next(table.example[1] for table in fused.shapes if table.example[1]["input_ids"].shape[1] > 1)
+    generator = torch.Generator().manual_seed(rows * length)
+    cache = DynamicCache(config=fused.model.config)
+    own = {"input_ids": torch.randint(1, 200, (rows, length), generator=generator), cache_name(fused.model): cache}
+    if "position_ids" in like:
+        own["position_ids"] = torch.arange(length)[None].expand(rows, -1).contiguous()
+    if "attention_mask" in like:
+        own["attention_mask"] = torch.ones_like(own["input_ids"])
+    logits = fused.model(**{**like, **own}).logits
+    return logits, [part for layer in cache.layers for part in (layer.keys, layer.values)]
+
+
+@pytest.fixture
+def prefilling():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model, kwargs = tiny.llama()
+        kwargs = {"input_ids": kwargs["input_ids"][:, :5]}
+        fused, recorder = ranged(lambda: model, shapes=ROOMS, args=(), kwargs=kwargs)
+        yield fused, recorder
+        fused.revert()
+
+
+def test_a_prompt_of_a_length_that_comes_again_runs_in_a_graph_and_its_cache_is_the_callers(prefilling):
+    fused, recorder = prefilling
+    first = {}
+    for use in range(4):
+        for rows, length in ((2, 9), (3, 9), (1, 1)):
+            logits, cache = prefill(fused, rows, length)
+            expected, own = first.setdefault((rows, length), (logits.clone(), [part.clone() for part in cache]))
+            assert torch.equal(logits, expected) and all(map(torch.equal, cache, own)), (use, rows, length)
+            first[rows, length, use] = cache, own
+    for cache, own in (value for key, value in first.items() if len(key) == 3):
+        assert all(map(torch.equal, cache, own))  # no later replay wrote to it
+    assert recorder.recorded == 3 and recorder.replayed == 3 * 3
+    assert fused.fallbacks == {} and fused.graphs.refusals == {}
+
+
+def test_a_prompt_whose_cache_is_large_is_launched_op_by_op_without_a_word(prefilling, recwarn):
+    fused, recorder = prefilling
+    for table in fused.shapes:
+        table.most_result_bytes = 10_000  # 5 tokens of 2 layers are less, 16 are more
+    fused.serve(fused.shapes)
+    for _ in range(3):
+        small, large = prefill(fused, 1, 2), prefill(fused, 2, 16)
+    assert sum(part.nbytes for part in small[1]) < 10_000 < sum(part.nbytes for part in large[1])
+    assert recorder.recorded == 1 and recorder.replayed == 2
+    assert fused.fallbacks == {} and fused.graphs.refusals == {} and not recwarn.list

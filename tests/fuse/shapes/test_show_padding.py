@@ -419,7 +419,11 @@ def test_a_cache_that_grows_is_not_tried_and_says_why():
         nothing = tried_padding(
             growing, opened, call.ranges, [replace(point, module=None)], ProvedSizes(), MEASURED, spent_s=0.0, is_timed=False
         )  # fmt: skip
+        makes = tried_padding(
+            replace(call, name="prefill"), opened, call.ranges, [point], ProvedSizes(), MEASURED, spent_s=0.0, is_timed=False
+        )  # fmt: skip
     assert dict(shown.refused)["batch"].startswith("each call makes new tensors of its cache")
+    assert dict(makes.refused)["batch"].startswith("each call makes a cache")
     assert nothing.refused == ()  # the original ops run there: nothing would share a graph
 
 
