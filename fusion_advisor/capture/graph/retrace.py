@@ -37,7 +37,7 @@ def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphM
 
 def retrace(graph_module: GraphModule) -> GraphModule:
     """Retrace a dynamo graph into ATen ops that keep their module paths and source lines; see also ``split_bias``."""
-    graph_module = without_transforms(autocast.with_casts(graph_module))
+    graph_module = without_transforms(autocast.with_casts(fx_trace.with_data_detached(graph_module)))
     traced = retrace_distinct(graph_module)
     if traced is None:
         interpreter = torch.fx.Interpreter(graph_module)
@@ -106,7 +106,7 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
             reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
             file, line, _ = source_of(reader)
             where = f" ({file}:{line})" if file else ""
-            detail = "reads what a transform of torch.func computes, or the `.data` of a tensor: tracing follows neither"
+            detail = "reads what a transform of torch.func computes: tracing does not follow it"
             raise NotTraced(f"`{reader.name}`{where} {detail}")
 
 
