@@ -173,10 +173,13 @@ def test_a_model_that_dynamo_skips_is_refused_by_name():
 
 
 class Checkpointed(torch.nn.Module):
-    """One op of dynamo's graph cannot be traced on."""
+    """One op of dynamo's graph cannot be traced on: a checkpoint within a branch."""
 
     def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False) * 2
+        return torch.cond(x.sum() > 0, self.checked, torch.cos, (x,)) * 2
+
+    def checked(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)
 
 
 def test_an_op_that_cannot_be_traced_is_named():
