@@ -124,22 +124,31 @@ def lasting_effects() -> tuple[str, ...]:
 
 def _kind_of(var: Any) -> str:
     """Return the name of the class that dynamo follows a value of."""
-    if hasattr(var, "value"):
-        return type(var.value).__name__
+    value = _value_of(var)
+    if value is not None:
+        return type(value).__name__
     try:
         return str(var.python_type().__name__)
     except NotImplementedError:  # what torch raises for a value whose class dynamo does not know
         return type(var).__name__
 
 
+def _value_of(var: Any) -> Any:
+    """Return the value that dynamo follows; None where it has none, which torch raises for a list with a tensor in it."""
+    try:
+        return getattr(var, "value", None)
+    except NotImplementedError:
+        return None
+
+
 def _sets_what_is_there(var: Any, changes: dict[str, Any]) -> bool:
     """Whether each attribute that is set has that value already."""
-    if not changes or not hasattr(var, "value"):
+    if not changes or (owner := _value_of(var)) is None:
         return False
     for name, new in changes.items():
         if not new.is_python_constant():
             return False
-        value, there = new.as_python_constant(), getattr(var.value, name, var)
+        value, there = new.as_python_constant(), getattr(owner, name, var)
         if type(value) is not type(there) or value != there:
             return False
     return True
