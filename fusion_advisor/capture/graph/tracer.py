@@ -233,6 +233,7 @@ class _Collector:
             return graph_module.forward
         if not self.with_lines:
             dynamo.leave_new_guards_untried()
+        dynamo.name_self(graph_module)
         route = Route(graph_module.forward, self._seen)
         self._modes.extend(dynamo.fake_modes_of(graph_module))
         region = Region(

@@ -95,6 +95,28 @@ def traced_code() -> tuple[CodeType, ...]:
     return tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
 
 
+def name_self(graph_module: torch.fx.GraphModule) -> None:
+    """Name the module whose ``forward`` dynamo has in hand ``self`` in its graph's module paths, whatever its author calls it.
+
+    Args:
+        graph_module: dynamo's; only what its nodes remember of modules is changed.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = InstructionTranslator.current_tx().output.root_tx.f_code
+    if code.co_name != "forward" or not code.co_argcount or code.co_varnames[0] == "self":
+        return
+    own, plain = f"L['{code.co_varnames[0]}']", "L['self']"
+    graphs = [one.graph for one in graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            node.meta["nn_module_stack"] = {
+                key: (plain + path.removeprefix(own) if path.startswith(own) else path, kind)
+                for key, (path, kind) in stack.items()
+            }
+
+
 def lasting_effects() -> tuple[str, ...]:
     """Return what the call that the backend has in hand changes in Python and what outlives it.
 
