@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fusion_advisor.capture.graph.side_effects import small_parameters_kept
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.trace.events import MODULE_RANGE, Event, Trace
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.records import ModuleTime, Training
+from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.runtime.torch_internals.dispatcher import hooks_on_leaves_paused
 
 OWN_LOSS = "the model's own"
@@ -85,7 +87,7 @@ def loss_of(output: Any, *, model_id: str = "model") -> tuple[torch.Tensor, str]
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
         return own.reshape(()), OWN_LOSS
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = [tensor for leaf in pytree.tree_leaves(output) for _, tensor in tensors_in("output", leaf)]
     means = [leaf.float().mean() for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
     if not means:
         raise NotTrainable(model_id=model_id, detail="none of its floating-point outputs depends on a parameter with gradients")
@@ -128,6 +130,7 @@ def _ended(one: torch.Tensor) -> torch.Tensor:
 def in_training(model: torch.nn.Module) -> Iterator[None]:
     """Switch a model to ``train()`` inside; modes, buffers and gradients are put back after, as the steps have changed them.
 
+    So are small parameters that the forward pass itself writes to (an ActNorm's first call, a clipped weight).
     The parts of a model that is in ``train()`` mode already keep their modes: a frozen batch norm stays in ``eval()``. Hooks on
     the gradients of parameters are not called: an optimizer that steps in the backward pass would train the model meanwhile.
     """
@@ -137,7 +140,7 @@ def in_training(model: torch.nn.Module) -> Iterator[None]:
     if not model.training:
         model.train()
     try:
-        with hooks_on_leaves_paused(list(model.parameters())):
+        with small_parameters_kept(model), hooks_on_leaves_paused(list(model.parameters())):
             yield
     finally:
         for module, was_training in modes:

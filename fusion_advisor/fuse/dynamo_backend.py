@@ -348,6 +348,7 @@ def fuse_graph(
         names: of the inputs of a graph that asks for gradients, by its first call; None: from the graph alone.
         trained: makes the call of a graph that asks for gradients.
     """
+    dynamo.name_self(graph_module)
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         if dynamo.has_dynamic_shapes(graph_module):
             return _unfused(graph_module, "gradients are enabled, and its sizes are open; compile it with dynamic=False")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -34,6 +36,27 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.drop(self.norm(x)) * 2
+
+
+class Clipped(nn.Module):
+    """Clips a weight in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.linspace(-2, 2, 16)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        self.weight.data.clamp_(-1, 1)
+        return x * self.weight * self.other
+
+
+@dataclass
+class Result:
+    """An output that is no container of torch's."""
+
+    logits: torch.Tensor
+    more: dict
+    loss: torch.Tensor | None = None
 
 
 def traced(model, *args, **kwargs):
@@ -131,6 +154,22 @@ def test_the_loss():
     assert loss_of({"loss": torch.ones(3) * x, "logits": x})[1] == MEAN_LOSS  # a loss per example is no scalar
     with pytest.raises(NotTrainable, match="none of its floating-point outputs depends on a parameter"):
         loss_of({"loss": torch.ones(()), "ids": torch.arange(3)})
+
+
+def test_the_loss_of_outputs_inside_an_object():
+    x = torch.ones(3, requires_grad=True)
+    value, words = loss_of(Result(x * 4, {"more": [x, "text"]}))
+    assert (value.item(), words) == (5.0, MEAN_LOSS)
+    assert loss_of(Result(x, {}, loss=x.sum()))[1] == OWN_LOSS
+
+
+def test_a_parameter_that_the_forward_pass_writes_to_is_as_it_was():
+    model = Clipped()
+    before = model.weight.detach().clone()
+    with in_training(model):
+        TrainingStep(model, (torch.randn(8, 16),), {}, model_id="clipped")()
+        assert not torch.equal(model.weight, before)
+    assert torch.equal(model.weight, before) and model.other._version == 0
 
 
 def test_a_model_is_as_it_was():

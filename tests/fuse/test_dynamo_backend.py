@@ -29,7 +29,10 @@ class Jacobian(torch.nn.Module):
 
 class Checkpointed(torch.nn.Module):
     def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False) * 2
+        return torch.cond(x.sum() > 0, self.checked, torch.cos, (x,)) * 2
+
+    def checked(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ class Checkpointed(torch.nn.Module):
         (Jacobian(), "reads what a transform of torch.func computes"),
         (Checkpointed(), "it holds an op of graphs"),
     ],
-    ids=["gradients", "jacrev", "checkpoint"],
+    ids=["gradients", "jacrev", "checkpoint in a branch"],
 )
 def test_what_cannot_be_traced_runs_as_it_is_and_says_why(model, reason):
     x = torch.randn(4, 8)

@@ -5,6 +5,9 @@ level of the transform, tensors put into it and taken out, and the ops in betwee
 above autograd, what is computed there is lost. So each such subgraph is traced by itself below autograd, where the transform has
 made batched ops, or a backward pass, of every op; the ops of that trace take the place of the subgraph. Equal subgraphs are
 traced once. A scan that dynamo left as one op (``combine_mode="pointwise"``, on a GPU) is written out in its levels likewise.
+
+``torch.utils.checkpoint`` is one op that holds a graph. Without gradients nothing is computed again, and its graph's ops take its
+place.
 """
 
 from __future__ import annotations
@@ -47,6 +50,58 @@ def without_transforms(graph_module: GraphModule) -> GraphModule:
         elif _name(node) != _LOADS and not _is_read_by_scans(node):
             plain.keep(node)
     return plain.finished()
+
+
+def without_checkpoints(graph_module: GraphModule) -> GraphModule:
+    """Return a dynamo graph with the ops inside its checkpoints in their places; the graph itself where it has none.
+
+    Args:
+        graph_module: dynamo's, of a call without gradients; it is not changed.
+    """
+    if not any(map(_is_checkpoint, graph_module.graph.nodes)):
+        return graph_module
+    graph = Graph()
+    graph.output(_copied_into(graph, graph_module, "", {}))
+    return GraphModule(graph_module, graph)
+
+
+def _copied_into(graph: Graph, owner: GraphModule, path: str, copies: dict[Node, Any]) -> Any:
+    """Append copies of a graph's ops, and of those in its checkpoints; returns what the graph returns.
+
+    Args:
+        graph: gets them.
+        owner: of the ops.
+        path: of the owner in the outermost graph, with a dot behind it.
+        copies: of the owner's inputs, where they are no inputs of the outermost graph.
+    """
+
+    def copied(node: Node) -> Any:
+        return copies[node]
+
+    for node in owner.graph.nodes:
+        if _is_checkpoint(node):
+            body, *given = node.args
+            inside = getattr(owner, str(body.target))
+            inputs = inside.graph.find_nodes(op="placeholder")
+            known = dict(zip(inputs, map_arg(given, copied), strict=True))
+            copies[node] = _copied_into(graph, inside, f"{path}{body.target}.", known)
+        elif node.target is operator.getitem and _is_checkpoint(node.args[0]):
+            copies[node] = copies[node.args[0]][node.args[1]]
+        elif node.op == "output":
+            return map_arg(node.args[0], copied)
+        elif node not in copies and not _is_read_by_checkpoints(node):
+            copies[node] = graph.node_copy(node, copied)
+            if path and node.op in ("get_attr", "call_module"):
+                copies[node].target = f"{path}{node.target}"
+    raise AssertionError("a graph without an output")
+
+
+def _is_checkpoint(node: Node) -> bool:
+    return node.op == "call_function" and str(node.target) == "tag_activation_checkpoint"
+
+
+def _is_read_by_checkpoints(node: Node) -> bool:
+    return node.op == "get_attr" and bool(node.users) and all(map(_is_checkpoint, node.users))
 
 
 def _is_scan(node: Node) -> bool:

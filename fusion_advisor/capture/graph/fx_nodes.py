@@ -51,6 +51,14 @@ def written_storages(node: Node) -> list[int]:
     return written
 
 
+def written_inputs(graph_module: GraphModule) -> frozenset[int]:
+    """Return the places of the inputs that a graph writes to, through whatever view."""
+    nodes = graph_module.graph.nodes
+    written = {key for node in nodes if node.op == "call_function" for key in written_storages(node)}
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    return frozenset(place for place, node in enumerate(inputs) if not written.isdisjoint(storages(node)))
+
+
 def attention_argument(call: Node, name: str) -> Any:
     """Return an argument of an attention call; None where it is left out.
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from fusion_advisor.capture.graph.channels_last import lay_channels_last
 from fusion_advisor.capture.graph.contiguous_rows import lay_masks_out, lay_rows_out
 from fusion_advisor.capture.graph.dedupe import retrace_distinct
-from fusion_advisor.capture.graph.func_transforms import without_transforms
+from fusion_advisor.capture.graph.func_transforms import without_checkpoints, without_transforms
 from fusion_advisor.capture.graph.functional_form import pad_by_numbers, put_numbers_in, write_out_of_place
 from fusion_advisor.capture.graph.fx_nodes import (
     drops_nothing,
@@ -37,7 +37,8 @@ def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphM
 
 def retrace(graph_module: GraphModule) -> GraphModule:
     """Retrace a dynamo graph into ATen ops that keep their module paths and source lines; see also ``split_bias``."""
-    graph_module = without_transforms(autocast.with_casts(graph_module))
+    plain = fx_trace.with_data_detached(without_checkpoints(graph_module))
+    graph_module = without_transforms(autocast.with_casts(plain))
     traced = retrace_distinct(graph_module)
     if traced is None:
         interpreter = torch.fx.Interpreter(graph_module)
@@ -106,7 +107,7 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
             reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
             file, line, _ = source_of(reader)
             where = f" ({file}:{line})" if file else ""
-            detail = "reads what a transform of torch.func computes, or the `.data` of a tensor: tracing follows neither"
+            detail = "reads what a transform of torch.func computes: tracing does not follow it"
             raise NotTraced(f"`{reader.name}`{where} {detail}")
 
 

@@ -332,6 +332,20 @@ def arguments_kept(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator
             aten_ops.copy_all([one.detach() for one, _ in changed], [copy for _, copy in changed])
 
 
+@contextmanager
+def small_parameters_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Put back what small parameters hold when the context ends; those that nothing was written to are not touched."""
+    small = [parameter for parameter in model.parameters() if _is_small(parameter)]
+    copies = [parameter.detach().clone() for parameter in small]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, copy in zip(small, copies, strict=True):
+                if not _holds(parameter, copy):
+                    parameter.copy_(copy)
+
+
 def _holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether a tensor holds what it did; a NaN that stayed is no change."""
     if torch.equal(tensor, copy):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion_advisor.capture.graph.fx_nodes import relative_path, storages, written_storages
+from fusion_advisor.capture.graph.fx_nodes import relative_path, written_inputs
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Written, arguments, written_by
 from fusion_advisor.errors import CannotCapture, NoSecondDerivative
@@ -233,6 +233,7 @@ class _Collector:
             return graph_module.forward
         if not self.with_lines:
             dynamo.leave_new_guards_untried()
+        dynamo.name_self(graph_module)
         route = Route(graph_module.forward, self._seen)
         self._modes.extend(dynamo.fake_modes_of(graph_module))
         region = Region(
@@ -362,8 +363,7 @@ def _dynamos_cause(text: str) -> str:
 
 def writes_to_inputs(region: Region) -> bool:
     """Whether a region writes to a tensor that it was given: it then cannot be run twice and give the same."""
-    given = {key for node in region.graph.graph.nodes if node.op == "placeholder" for key in storages(node)}
-    return any(key in given for node in region.graph.graph.nodes if node.op == "call_function" for key in written_storages(node))
+    return bool(written_inputs(region.graph))
 
 
 def _known_tensors(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, str]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.fuse.live.call_signature import ObjectKey, Opaque
+
 _WIDEST = 60
 """Characters of a plain value that are shown."""
 _PAGED = ("cache", "read_index", "write_index")
@@ -17,6 +19,19 @@ CONTINUOUS_BATCHING = "it is a step of continuous batching: its paged KV cache h
 def is_continuous_batching(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is a step of ``generate_batch``: transformers passes its paged cache, and which pages to read and write."""
     return "read_index" in kwargs and all(name in kwargs for name in _PAGED)
+
+
+def why_never(key: Any) -> str:
+    """Name the first part of a call that no two calls can be compared by, so that none of them is verified; empty without one.
+
+    Args:
+        key: the call's signature.
+    """
+    for name, part in _parts(key, ""):
+        if isinstance(part, Opaque):
+            kind = f"{part.kind.__module__}.{part.kind.__qualname__}".removeprefix("builtins.")
+            return f"{name} is a {kind}, and calls are told apart by tensors and plain values alone"
+    return ""
 
 
 def describe_difference(key: Any, verified: Iterable[Any]) -> str:
@@ -52,6 +67,11 @@ def describe_difference(key: Any, verified: Iterable[Any]) -> str:
 
 def _parts(key: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The tensors, plain values and objects of a signature with their names."""
+    if isinstance(key, ObjectKey):
+        yield name or "the input", key
+        if isinstance(key.form.parts, tuple | Opaque):
+            yield from ((part, one) for part, one in _parts(key.form.parts, name) if isinstance(one, Opaque))
+        return
     if not isinstance(key, tuple):
         yield name or "the input", key
         return
@@ -74,8 +94,10 @@ def _is_tensor(key: Any) -> bool:
 
 
 def _is_plain(key: tuple[Any, ...]) -> bool:
-    """Whether it stands for one value, as ``(float, '0x1.0p+0')`` does; ``(list, …)`` stands for several."""
-    return len(key) == 2 and isinstance(key[0], type) and key[0] not in (tuple, list, dict)
+    """Whether it stands for one value, as ``(float, '0x1.0p+0')`` does; ``(list, …)`` and an object's stand for several."""
+    if len(key) != 2 or not isinstance(key[0], type) or key[0] in (tuple, list, dict):
+        return False
+    return key[0] is complex or not isinstance(key[1], tuple)
 
 
 def _form(part: Any) -> str:

@@ -87,6 +87,19 @@ class ObjectKey:
         return self.parts is other.parts
 
 
+class Opaque:
+    """Stands for a value that two calls cannot be compared by (a NumPy array, a generator): equal to nothing but itself.
+
+    Args:
+        value: what it stands for.
+    """
+
+    __slots__ = ("kind",)
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value)
+
+
 class Form:
     """What an object holds, with a mark in place of each tensor: hashed once."""
 
@@ -283,7 +296,7 @@ def layouts_in(contents: Iterable[Any]) -> tuple[Layout, ...]:
 
 
 def _state(value: Any, depth: int, seen: Seen) -> Any:
-    """Return what an object holds; equal to no other's where that is not plain data, tensors, or objects of those.
+    """Return what an object holds; an :class:`Opaque` stands for what is not plain data, tensors, or objects of those.
 
     Each tensor is one mark: the layouts are read off what ``seen`` notes.
     """
@@ -294,13 +307,13 @@ def _state(value: Any, depth: int, seen: Seen) -> Any:
     if isinstance(value, _COMPARED):
         return _compared(value)
     if depth > _DEEPEST:
-        return object()
+        return Opaque(value)
     if isinstance(value, tuple | list):
         seen.note(value)
         return (type(value), *(_state(item, depth + 1, seen) for item in value))
     contents = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if contents is None:
-        return object()
+        return Opaque(value)
     seen.note(contents.values(), contents)
     return (type(value), *((_named(name), _state(item, depth + 1, seen)) for name, item in contents.items()))
 

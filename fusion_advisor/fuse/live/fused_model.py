@@ -24,7 +24,7 @@ from fusion_advisor.errors import AdvisorError, HalfWritten
 from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.direct.direct_call import Shortcut
-from fusion_advisor.fuse.live.call_difference import CONTINUOUS_BATCHING, describe_difference, is_continuous_batching
+from fusion_advisor.fuse.live.call_difference import CONTINUOUS_BATCHING, describe_difference, is_continuous_batching, why_never
 from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, parts_of, sharing, signature
 from fusion_advisor.fuse.live.graph_table import GraphTable
 from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
@@ -198,6 +198,7 @@ class FusedModel(InPlace):
                 self._unlearnable.add(key)
                 self._fallbacks.add(str(error))
             return result
+        refusal = (refusal is _UNSEEN and why_never(key)) or refusal
         is_new = refusal is _UNSEEN and _UNSEEN not in self.fallbacks
         self._fallbacks.add(refusal, describe_difference(key, self._verified) if is_new else "")
         return self._original(*args, **kwargs)

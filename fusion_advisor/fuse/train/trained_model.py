@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.fx_nodes import relative_path
 from fusion_advisor.fuse.decide.session import Variant
-from fusion_advisor.fuse.live.call_difference import describe_difference
+from fusion_advisor.fuse.live.call_difference import describe_difference, why_never
 from fusion_advisor.fuse.live.call_signature import device_of, signature
 from fusion_advisor.fuse.live.graph_table import failed_guard
 from fusion_advisor.fuse.live.module_guard import ModuleGuard
@@ -157,7 +157,8 @@ class TrainedModel(InPlace):
                 self._forget_traces()
             return result
         is_new = refusal == UNSEEN and UNSEEN not in self.fallbacks
-        self._fallbacks.add(refusal, describe_difference(key, [self._verified]) if is_new else "")
+        never = why_never(key) if refusal == UNSEEN else ""
+        self._fallbacks.add(never or refusal, describe_difference(key, [self._verified]) if is_new and not never else "")
         return self._original(*args, **kwargs)
 
     def _refusal(self, key: Any, leaves: list[torch.Tensor]) -> str | None:

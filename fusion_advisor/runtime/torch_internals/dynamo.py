@@ -95,6 +95,28 @@ def traced_code() -> tuple[CodeType, ...]:
     return tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
 
 
+def name_self(graph_module: torch.fx.GraphModule) -> None:
+    """Name the module whose ``forward`` dynamo has in hand ``self`` in its graph's module paths, whatever its author calls it.
+
+    Args:
+        graph_module: dynamo's; only what its nodes remember of modules is changed.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = InstructionTranslator.current_tx().output.root_tx.f_code
+    if code.co_name != "forward" or not code.co_argcount or code.co_varnames[0] == "self":
+        return
+    own, plain = f"L['{code.co_varnames[0]}']", "L['self']"
+    graphs = [one.graph for one in graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            node.meta["nn_module_stack"] = {
+                key: (plain + path.removeprefix(own) if path.startswith(own) else path, kind)
+                for key, (path, kind) in stack.items()
+            }
+
+
 def lasting_effects() -> tuple[str, ...]:
     """Return what the call that the backend has in hand changes in Python and what outlives it.
 
@@ -124,22 +146,31 @@ def lasting_effects() -> tuple[str, ...]:
 
 def _kind_of(var: Any) -> str:
     """Return the name of the class that dynamo follows a value of."""
-    if hasattr(var, "value"):
-        return type(var.value).__name__
+    value = _value_of(var)
+    if value is not None:
+        return type(value).__name__
     try:
         return str(var.python_type().__name__)
     except NotImplementedError:  # what torch raises for a value whose class dynamo does not know
         return type(var).__name__
 
 
+def _value_of(var: Any) -> Any:
+    """Return the value that dynamo follows; None where it has none, which torch raises for a list with a tensor in it."""
+    try:
+        return getattr(var, "value", None)
+    except NotImplementedError:
+        return None
+
+
 def _sets_what_is_there(var: Any, changes: dict[str, Any]) -> bool:
     """Whether each attribute that is set has that value already."""
-    if not changes or not hasattr(var, "value"):
+    if not changes or (owner := _value_of(var)) is None:
         return False
     for name, new in changes.items():
         if not new.is_python_constant():
             return False
-        value, there = new.as_python_constant(), getattr(var.value, name, var)
+        value, there = new.as_python_constant(), getattr(owner, name, var)
         if type(value) is not type(there) or value != there:
             return False
     return True

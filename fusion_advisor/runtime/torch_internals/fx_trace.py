@@ -14,6 +14,9 @@ from torch.fx.traceback import preserve_node_meta
 
 from fusion_advisor.runtime.torch_internals.fake_mode import fake_mode_of
 
+_GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # torch has no stub of it
+"""What dynamo writes for ``x.data``."""
+
 
 def lazy_graph_module(root: torch.nn.Module, graph: Graph, *, class_name: str) -> GraphModule:
     """Return a graph module that generates its Python code when it is first called or asked for it.
@@ -30,6 +33,24 @@ def copied_graph(graph_module: GraphModule) -> GraphModule:
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     return lazy_graph_module(graph_module, graph, class_name="Half")
+
+
+def with_data_detached(graph_module: GraphModule) -> GraphModule:
+    """Return dynamo's graph with ``x.detach()`` for ``x.data``; the graph itself where it reads no ``.data``.
+
+    Both share memory with ``x`` and no gradient. Above autograd a trace loses the first: its numbers were taken for constants.
+
+    Args:
+        graph_module: dynamo's; it is not changed.
+    """
+    if not any(node.target is _GET_DATA for node in graph_module.graph.nodes):
+        return graph_module
+    copied = copied_graph(graph_module)
+    for node in copied.graph.nodes:
+        if node.target is _GET_DATA:
+            node.target = torch.detach
+    copied.recompile()
+    return copied
 
 
 def draws_numbers(graph_module: GraphModule) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fusion_advisor.capture.graph import func_transforms
 from fusion_advisor.capture.graph.tracer import capture_regions
@@ -78,7 +79,21 @@ def in_place(x):
     return torch.vmap(lambda row: row.clone().mul_(2).add_(1))(x)
 
 
+def kept(x):
+    """A checkpoint within another, in autocast of the model's own, with a constant and a transform inside."""
+    place = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    def outer(rows, scale):
+        one, _ = checkpoint(lambda row: (row.sin() * place, row), rows * scale, use_reentrant=False)
+        return torch.vmap(lambda row: row * row.amax())(one), rows @ one.mT
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, product = checkpoint(outer, x + 1, 2.0, use_reentrant=False)
+    return first, product
+
+
 FUNCTIONS = [
+    kept,
     scanned,
     scanned_as_one_op,
     masked,
@@ -106,6 +121,7 @@ def test_the_graph_computes_what_the_model_does(function):
     for one, right in zip(found, wanted, strict=True):
         assert one.stride() == right.stride()
         torch.testing.assert_close(one, right)
+    assert not any("checkpoint" in str(node.target) for node in region.graph.graph.nodes)
     assert not any("associative_scan" in str(node.target) for node in region.graph.graph.nodes)
     assert not any("_nesting" in str(node.target) or "batch_dim" in str(node.target) for node in region.graph.graph.nodes)
 

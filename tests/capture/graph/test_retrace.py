@@ -59,6 +59,28 @@ def test_what_a_transform_computes_after_its_end_is_refused_and_never_taken_for_
         capture_regions(Calling(function), (torch.randn(2, 8, 4),), {})
 
 
+class Averaging(torch.nn.Module):
+    """Moves a buffer by its data, as codebooks do (VQ-VAE)."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.data.mul_(0.5).add_(x.data.mean(0), alpha=0.5)
+        return torch.tanh(x - self.mean)
+
+
+def test_writes_to_the_data_of_a_buffer_are_writes_to_the_buffer():
+    model, x = Averaging(), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    (region,) = capture_regions(model, (x,), {}).regions
+    assert writes_to_inputs(region)
+    plain = Averaging()
+    given = {"args.0": x, "mean": model.mean}
+    (result,) = region.graph(*(given[name] for name in region.names))
+    assert torch.equal(result, plain(x)) and torch.equal(model.mean, plain.mean)
+
+
 def test_what_vmap_computes_in_vain_is_left_out():
     def in_vain(x):
         torch.vmap(lambda row: row.exp() + 1)(x)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_advisor.capture.graph.fx_nodes import relative_path, source_path
+from fusion_advisor.capture.graph.fx_nodes import module_path, relative_path, source_path
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import retrace, trace
 from fusion_advisor.capture.graph.tracer import capture_regions
@@ -172,11 +172,37 @@ def test_a_model_that_dynamo_skips_is_refused_by_name():
         capture_regions(Skipped(), (torch.randn(3),), {}, model_id="mymodel")
 
 
+def forward(net, x):
+    for layer in net.layers:
+        x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+class Brief(torch.nn.Module):
+    """Its author calls ``self`` otherwise."""
+
+    forward = forward
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2))
+
+
+def test_module_paths_are_the_models_whatever_its_author_calls_self():
+    model = Brief()
+    (region,) = capture_regions(model, (torch.randn(3, 4),), {}).regions
+    paths = [module_path(node) for node in region.graph.graph.nodes if node.op == "call_function"]
+    assert paths == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+
+
 class Checkpointed(torch.nn.Module):
-    """One op of dynamo's graph cannot be traced on."""
+    """One op of dynamo's graph cannot be traced on: a checkpoint within a branch."""
 
     def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False) * 2
+        return torch.cond(x.sum() > 0, self.checked, torch.cos, (x,)) * 2
+
+    def checked(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)
 
 
 def test_an_op_that_cannot_be_traced_is_named():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
-from fusion_advisor.fuse.live.call_difference import describe_difference
+from fusion_advisor.fuse.live.call_difference import describe_difference, why_never
 from fusion_advisor.fuse.live.call_signature import signature
 
 
@@ -54,6 +55,22 @@ def key(*args, **kwargs):
 )  # fmt: skip
 def test_the_first_part_that_differs_is_named(mine, verified, says):
     assert describe_difference(mine, verified) == says
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (key(torch.zeros(1), numpy.zeros(3)), "input 1 is a numpy.ndarray"),
+        (key(batch=Held({"image": numpy.zeros(3), "size": 3})), "batch.value.image is a numpy.ndarray"),
+        (key([torch.Generator()]), "input 0[0] is a torch._C.Generator"),
+    ],
+)
+def test_what_no_two_calls_can_be_compared_by_is_named(call, says):
+    assert why_never(call) == f"{says}, and calls are told apart by tensors and plain values alone"
+
+
+def test_tensors_plain_values_and_objects_of_them_are_compared():
+    assert why_never(key(torch.zeros(1), 2, a=Held([torch.zeros(2), None, Held(1.5)]), b={"c": "d"}, e=slice(1, 2))) == ""
 
 
 def test_the_nearest_of_several_verified_calls_is_named():

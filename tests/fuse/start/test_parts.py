@@ -81,6 +81,15 @@ def sets_an_item(x):
     return x * 2
 
 
+SEEN: list = []
+
+
+def keeps_what_it_computes(x):
+    """As models that keep their attention maps to look at: no constant stands in the list."""
+    SEEN.append(x * 2)
+    return x * 2
+
+
 def makes_its_own(x):
     own = []
     own.append(x)
@@ -89,7 +98,13 @@ def makes_its_own(x):
 
 @pytest.mark.parametrize(
     ("function", "expected"),
-    [(sets_another, ("a Holder",)), (sets_the_same, ()), (sets_an_item, ("a dict",)), (makes_its_own, ())],
+    [
+        (sets_another, ("a Holder",)),
+        (sets_the_same, ()),
+        (sets_an_item, ("a dict",)),
+        (keeps_what_it_computes, ("a list",)),
+        (makes_its_own, ()),
+    ],
 )
 def test_what_a_call_leaves_behind_is_noted(function, expected):
     before, HELD.same = HELD.number, 5

@@ -47,6 +47,20 @@ class Averaged(nn.Module):
         return self.head(functional.gelu(hidden + self.mean))
 
 
+class Forced(nn.Module):
+    """Writes to its weights in each forward pass: one is moved by its data, one normalised without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.shift, self.gain = Block(), nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.full((WIDTH,), 2.0))
+
+    def forward(self, x):
+        self.shift.data.add_(0.25)
+        with torch.no_grad():
+            self.gain.copy_(self.gain / self.gain.norm())
+        return self.block(functional.gelu(x + self.shift) * self.gain * 5)
+
+
 class Scaling(nn.Module):
     """Writes to its input."""
 
@@ -59,21 +73,22 @@ class Scaling(nn.Module):
 
 
 def trained(model, steps=3):
-    """Return gradients and buffers after some calls, and what is left of the input."""
+    """Return gradients, weights and buffers after some calls, and what is left of the input."""
     x = batch(next(model.parameters()).dtype)
     for _ in range(steps):
         model(x).square().mean().backward()
-    return {"x": x, **dict(model.named_buffers()), **{name: one.grad for name, one in model.named_parameters()}}
+    state = {**dict(model.named_buffers()), **{f"weight {name}": one.detach() for name, one in model.named_parameters()}}
+    return {"x": x, **state, **{name: one.grad for name, one in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("kind", [Averaged, Scaling])
+@pytest.mark.parametrize("kind", [Averaged, Forced, Scaling])
 def test_training_goes_on_as_if_nothing_had_been(kind):
     model = kind().train()
     plain, wide = copy.deepcopy(model), copy.deepcopy(model).double()
     x = batch()
     fused = applied(model, (x,))
     assert torch.equal(x, batch())
-    for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+    for (name, one), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
     ours, theirs, true = map(trained, (model, plain, wide))
     for name, exact in true.items():

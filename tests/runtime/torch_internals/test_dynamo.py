@@ -333,3 +333,21 @@ def test_the_guard_that_failed_is_named_as_its_module_is():
     mismatch = "tensor 'self.norms.0.weight' requires_grad mismatch. expected requires_grad=1"
     assert failed == (["", mismatch] if dynamo.isolates() else [""])  # before torch 2.12 dynamo does not look at weights
     torch.compiler.reset()
+
+
+def forward(net, x, other):
+    return other(net.inner(x))
+
+
+class Brief(torch.nn.Module):
+    forward = forward
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+
+def test_a_model_is_called_self_in_module_paths_and_no_other_module_is():
+    graph, _ = dynamo_graph(Brief(), torch.randn(2, 4), torch.nn.ReLU(), then=dynamo.name_self)
+    stacks = [node.meta["nn_module_stack"] for node in graph.graph.nodes if node.op == "call_function"]
+    assert [path for path, _ in (next(reversed(stack.values())) for stack in stacks)] == ["L['self'].inner", "L['other']"]

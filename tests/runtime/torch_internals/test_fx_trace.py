@@ -72,6 +72,22 @@ def test_a_copy_of_a_graph_may_be_changed():
     assert copy(x) == -1 and graph(x) == 3
 
 
+def test_the_data_of_a_tensor_is_a_view_without_a_gradient_and_the_graph_that_was_given_stays():
+    def scaled(x):
+        x.data.mul_(2)
+        return x + 1
+
+    graph, copy = dynamo_graph(scaled, torch.ones(3), then=fx_trace.with_data_detached)
+    x = torch.ones(3)
+    for one in (graph, copy):
+        (result,) = one(x)
+        assert torch.equal(result, x + 1)
+    assert x[0] == 4
+    targets = [[node.target for node in one.graph.nodes] for one in (graph, copy)]
+    assert torch.detach not in targets[0] and torch.detach in targets[1]
+    assert fx_trace.with_data_detached(copy) is copy
+
+
 @pytest.mark.parametrize(
     ("function", "is_random"),
     [

@@ -41,15 +41,18 @@ class TrainingStep:
         names: of the inputs.
         args: the tensors of a call.
         tangents: a gradient for each output that has one, in order; None for one that is given none.
+        written: places of inputs that the graph writes to.
     """
 
     names: tuple[str, ...]
     args: tuple[Any, ...]
     tangents: tuple[torch.Tensor | None, ...]
+    written: frozenset[int] = frozenset()
 
     @classmethod
     def of(
-        cls, call: Call, names: Sequence[str], args: Sequence[Any], unasked: frozenset[int] = frozenset()
+        cls, call: Call, names: Sequence[str], args: Sequence[Any], unasked: frozenset[int] = frozenset(),
+        written: frozenset[int] = frozenset(),
     ) -> TrainingStep:  # fmt: skip
         """Return the step of a call, with gradients of its outputs drawn at random: 1 for a single number.
 
@@ -58,8 +61,9 @@ class TrainingStep:
             names: of the inputs.
             args: the tensors of a call.
             unasked: places of outputs that are given no gradient.
+            written: places of inputs that the graph writes to.
         """
-        step = cls(_unlike(names), tuple(args), ())
+        step = cls(_unlike(names), tuple(args), (), written)
         with _same_numbers(args):
             outputs = _with_gradient(_tensors(call(*step.leaves())))
         generators: dict[torch.device, torch.Generator] = {}
@@ -73,26 +77,25 @@ class TrainingStep:
             # In the output's layout: what reads a gradient laid out otherwise may be another kernel, or another plan of cuDNN's.
             gradient = torch.ones_like(output)
             tangents.append(gradient if output.dim() == 0 else gradient.normal_(generator=drawn))
-        return cls(step.names, step.args, tuple(tangents))
+        return replace(step, tangents=tuple(tangents))
 
     def leaves(self, wide: torch.dtype | None = None) -> list[Any]:
         """Return the inputs for one run: what asks for a gradient as a leaf of its own, what does not as a copy.
 
-        The copies keep buffers that the graph writes to as they are.
+        The copies keep buffers that the graph writes to as they are. A parameter is copied where the graph writes to it.
 
         Args:
             wide: of floats; None: as they are.
         """
         found = []
-        for arg in self.args:
+        for place, arg in enumerate(self.args):
             if not isinstance(arg, torch.Tensor):
                 found.append(arg)
                 continue
             own = widened(arg.detach(), wide) if wide else arg.detach()
-            if arg.requires_grad:
-                found.append(own.requires_grad_())
-            else:
-                found.append(own.clone())
+            if not arg.requires_grad or place in self.written:
+                own = own.clone()
+            found.append(own.requires_grad_(arg.requires_grad))
         return found
 
     def run(self, call: Call, *, wide: torch.dtype | None = None, seed: int | None = None, backward_passes: int = 1) -> Rows:

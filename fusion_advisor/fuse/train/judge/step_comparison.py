@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fusion_advisor.capture.graph.fx_nodes import written_inputs
 from fusion_advisor.fuse.rewrite.device_memory import release_cached_memory
 from fusion_advisor.fuse.step_graph.step_clock import StepClock
 from fusion_advisor.fuse.step_graph.step_graph import StepGraph
@@ -52,7 +53,8 @@ class StepComparison:
         Args:
             args: the tensors of the call.
         """
-        return TrainingStep.of(self.own, self.names(args), args, self.plain.unasked)
+        written = frozenset() if self.traced is None else written_inputs(self.traced)
+        return TrainingStep.of(self.own, self.names(args), args, self.plain.unasked, written)
 
     def checked(self, step: TrainingStep, joint: Call) -> tuple[str, ModelCheck | None]:
         """Compare a way to run a step with the graph's own ops.

@@ -29,16 +29,14 @@ def sink_column_sums(graph_module: GraphModule) -> GraphModule:
         graph_module: one of AOTAutograd's passes; it is changed.
     """
     nodes = list(graph_module.graph.nodes)
-    place = {node: number for number, node in enumerate(nodes)}
-    for node in nodes:
+    for number, node in enumerate(nodes):
         below = _below(node) if _sums_columns(node) else None
         if below is None:
             continue
         moved = _above(below)
         read = _read_by(moved)
-        barrier = next(one for one in nodes[place[node] + 1 :] if not _is_light(one) or _is_of_others(one, read))
-        moved = {one for one in moved if place[one] < place[barrier]}
-        for one in sorted(moved, key=place.__getitem__):
+        barrier = next(one for one in nodes[number + 1 :] if not _is_light(one) or _is_of_others(one, read))
+        for one in sorted(one for one in moved if one < barrier):  # as they stand now: what has sunk does not rise again
             barrier.prepend(one)
     graph_module.graph.lint()
     graph_module.recompile()
