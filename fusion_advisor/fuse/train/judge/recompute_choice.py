@@ -47,7 +47,7 @@ class StepPeaks:
         if not self.eager_bytes:
             return "eager's peak was not measured"
         return (
-            f"the step's peak is {units.size(self.ours_bytes)} beside weights and inputs, eager's {units.size(self.eager_bytes)}"
+            f"the step's peak is {units.size(self.ours_bytes)}, eager's {units.size(self.eager_bytes)}, weights and inputs aside"
         )
 
 
