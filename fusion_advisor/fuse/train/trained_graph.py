@@ -156,7 +156,8 @@ class TrainedGraph:
     def _recomputing(self, ways: Sequence[tuple[BothPasses, Callable[..., BothPasses]]]) -> list[list[RecomputeTrial]]:
         """Return, for each option that has something to compute again, trials with the loss in chunks and without.
 
-        None under a budget, nor of a step that runs its own ops for its sparse gradients. Where an option spares nothing in the first way, which has the smaller peak, there is no second.
+        None under a budget, nor of a step that runs its own ops for its sparse gradients. Where an option spares nothing in the
+        first way, which has the smaller peak, there is no second.
 
         Args:
             ways: the step without an option, and what makes it with one.
