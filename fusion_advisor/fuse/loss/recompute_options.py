@@ -6,6 +6,7 @@ Torch's partitioner keeps what a product reads, though the ops that made it may 
 and probabilities are kept for their own gradients, and the result is a product of both.
 
 Each option has a row in the report: what it spares, and what it costs. It stays where the step is not measurably slower with it.
+Where the step's peak would be above eager's it may cost a little time (``fuse.train.judge.recompute_choice``).
 """
 
 from __future__ import annotations
@@ -185,19 +186,36 @@ def row_of_option(option: RecomputeOption, sites: int, kept: tuple[int, int], pe
     )  # fmt: skip
 
 
-def verdict_on_option(row: GraphRewrite, wrong: str, change: Comparison) -> GraphRewrite:
-    """Return the row of an option that was timed: it stays if its numbers pass and the step is not measurably slower with it.
+def is_too_slow(change: Comparison, most_share: float) -> bool:
+    """Whether a step with an option takes too long: measurably longer, and more than a share longer with confidence.
+
+    Args:
+        change: of the step's time.
+        most_share: of it that the option may cost.
+    """
+    return change.low_ns > 0 and (not most_share or change.ratio_high < 1 - most_share)
+
+
+def verdict_on_option(
+    row: GraphRewrite, wrong: str, change: Comparison, *, most_share: float = 0.0, why: str = ""
+) -> GraphRewrite:  # fmt: skip
+    """Return the row of an option that was timed: it stays if its numbers pass and the step is not too slow with it.
 
     Args:
         row: of :func:`row_of_option`.
         wrong: what is wrong with the numbers; empty where they pass.
         change: of the step's time.
+        most_share: of the step's time that it may cost with confidence; 0: it must not be measurably slower.
+        why: it was tried; ends the reason.
     """
     timed = replace(row, step_delta_ns=change.delta_ns, step_delta_ci_ns=(change.low_ns, change.high_ns))
     words = row.reason.partition(";")[0]
     if wrong:
         return replace(row, status=Status.WRONG_NUMBERS, reason=wrong, saved_bytes=0)
-    if change.low_ns > 0:
-        reason = f"{words}, and the step is slower; a --memory-budget below 1 chooses among such values, the cheapest first"
-        return replace(timed, status=Status.SLOWER, reason=reason)
-    return replace(timed, status=Status.KEPT, reason=f"{words}, and the step is not measurably slower")
+    if is_too_slow(change, most_share):
+        more = f" by more than {most_share:.0%}" if most_share else ""
+        reason = f"{words}, and the step is slower{more}; a --memory-budget below 1 chooses among such values, the cheapest first"
+        return replace(timed, status=Status.SLOWER, reason=f"{reason}{why}")
+    more = f" by more than {most_share:.0%}" if change.low_ns > 0 else ""
+    cost = f"and the step is not measurably slower{more}"
+    return replace(timed, status=Status.KEPT, reason=f"{words}, {cost}{why}")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
 from fusion_advisor.fuse.receipts import reverted_fusion, reverted_rewrite
 from fusion_advisor.fuse.train.journal import Entry
 from fusion_advisor.fuse.train.trained_graph import NOT_FASTER, SLOWER, Outcome
@@ -122,8 +123,13 @@ def logits_findings(rows: Sequence[GraphRewrite], model: str) -> tuple[Finding, 
             id=f"N{number}", title="The step returns its logits", reason=row.reason, gain_ns=0, is_measured=False, share=0.0,
             change=f"fusion-advisor apply {model} --phase train --drop-logits", spared_bytes=row.saved_bytes,
         )
-        for number, row in enumerate((row for row in rows if row.saved_bytes and row.status is Status.NOT_REPLACED), start=1)
+        for number, row in enumerate((row for row in rows if _returns_logits(row)), start=1)
     )  # fmt: skip
+
+
+def _returns_logits(row: GraphRewrite) -> bool:
+    """Whether a loss would spare memory; so would recompute options, which a step that returns no logits has too."""
+    return bool(row.saved_bytes) and row.status is Status.NOT_REPLACED and row.id.startswith(LINEAR_CROSS_ENTROPY.id)
 
 
 _NORMS = {"native_batch_norm": 5, "_native_batch_norm_legit_functional": 5, "native_batch_norm_backward": 7}

@@ -35,11 +35,14 @@ class Budgets:
             None: 20 on a GPU, 9 on a CPU.
         ranges_s: On all of ``--shapes``; near points that are not decided by then the original ops run. None: with ``--quick``
             150 on a GPU and 300 on a CPU, else as long as it takes.
+        recompute_s: With ``--quick``, on trials of what the backward pass of a training step computes again. None begins that
+            would not be done by then, where it takes as long as the step without it did.
     """
 
     wall_s: float = 3.0
     decide_s: float | None = None
     ranges_s: float | None = None
+    recompute_s: float = 60.0
 
     def decide_on(self, device_kind: str) -> float:
         """Return the seconds for the step with each set of rewrites.

@@ -7,7 +7,9 @@ does that frees what it has read. A graph repeats kernels on recorded addresses,
 - Parameters are read where they lie, so an optimizer that writes to them is seen. Where one lies elsewhere (``p.data = …``) the
   step is recorded again.
 - Arguments that lie elsewhere at each call (a batch) are copied into memory of the graph's own.
-- Results and gradients are copied out. So no later replay overwrites what a caller has, or what ``.grad`` holds.
+- Results and gradients are copied out. So no later replay overwrites what a caller has, or what ``.grad`` holds. Gradients of
+  which no reference is left are copied too: another stream may still read one (``record_stream``), and torch waits for none in
+  memory that its allocator has not given out.
 - A forward pass is replayed only where nothing waits any longer for what the last replay kept: else its backward pass would read
   another step's activations. A step of several forward passes before one backward pass is launched kernel by kernel. So is one
   under ``saved_tensors_hooks``, which may drop some of what is kept early.

@@ -12,6 +12,7 @@ own. Figures of an H200: ``docs/measurements/training_steps.md``.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,15 +24,17 @@ from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.loss.budget import row_of_budget
 from fusion_advisor.fuse.loss.recompute_options import RECOMPUTE_OPTIONS
-from fusion_advisor.fuse.loss.record import LossPlan
+from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.rewrite.device_memory import transient_bytes
 from fusion_advisor.fuse.step_graph.step_clock import StepClock
 from fusion_advisor.fuse.step_graph.step_graph import StepGraph
 from fusion_advisor.fuse.step_graph.trial import try_step_graph
 from fusion_advisor.fuse.train.flag_trial import FlaggedGraph
 from fusion_advisor.fuse.train.judge.gradients import check_gradients
 from fusion_advisor.fuse.train.judge.loss_verdict import NO_MEMORY, LossTrial
+from fusion_advisor.fuse.train.judge.recompute_choice import RecomputeChoice, StepPeaks, copied_out_bytes, time_after_ns
 from fusion_advisor.fuse.train.judge.recompute_verdict import RecomputeTrial
 from fusion_advisor.fuse.train.judge.step_comparison import StepComparison, is_on_cuda
 from fusion_advisor.fuse.train.passes.both_passes import BothPasses, FailsAsTraced, Half
@@ -64,7 +67,10 @@ class Outcome:
 NOTHING = "nothing was rewritten in either pass"
 NOT_FASTER = "forward and backward together are not measurably faster with what was rewritten in both passes"
 SLOWER = "forward and backward together are slower with the loss in chunks and what was rewritten in both passes"
+_OPEN = ("", NOTHING, NOT_FASTER, SLOWER)
+"""What is said of a step whose CUDA graphs may still be faster than the graph's own ops."""
 SPARSE = "a gradient of it is sparse, and kernels write memory with strides"
+OTHER_STAYS = "another option stays, and options are tried one by one"
 WRITTEN_AGAIN = (
     "a checkpoint inside the model writes to a buffer, such as a batch norm's running mean: eager writes twice a step, and a "
     "traced graph once; fused is a step whose checkpoints leave such layers out"
@@ -88,6 +94,8 @@ class TrainedGraph:
         flagged: the graph after the trial of flags in place of masks, which ``losses`` are of too; None where there was none.
         compare: times two ways to run a step in turn; None: by ``timer``.
         make_recorder: of CUDA graphs; None: the device's own on a GPU, and no graphs elsewhere.
+        peak: returns what a call allocates at its peak; None: by a GPU's allocator, and 0 elsewhere.
+        seconds: tells the time, for trials that may take no longer than the run allows.
 
     Attributes:
         outcome: known after the first call.
@@ -115,9 +123,14 @@ class TrainedGraph:
         flagged: FlaggedGraph | None = None,
         compare: Callable[[Call, Call], Comparison] | None = None,
         make_recorder: Callable[[], Recorder] | None = None,
+        peak: Callable[[Callable[[], Any]], int] | None = None,
+        seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._original, self._options = autograd_graphs.own_call(graph_module), options
         self._unfused, self._losses, self._make_recorder = unfused, losses, make_recorder
+        self._peak, self._seconds = peak, seconds
+        self._began_s = 0.0
+        self._step_ns: float | None = None
         clock = StepClock(confidence=options.confidence, timer=timer, planted=compare)
         self._budget = options.memory_budget
         self._flag_rows = () if flagged is None else flagged.rows
@@ -136,18 +149,31 @@ class TrainedGraph:
         self._comparison = StepComparison(
             own=self._own, plain=self._plain, traced=traced, like=like, names=names, clock=clock, check=check
         )
-        self._again = self._recomputing(
-            self._chunked or self._base, functools.partial(both, first if put is None else put.module)
-        )
+        ways = [] if put is None or self._chunked is None else [(self._chunked, functools.partial(both, put.module))]
+        self._again = self._recomputing([*ways, (self._base, functools.partial(both, first))])
         self._call: Call | None = None
 
-    def _recomputing(self, whole: BothPasses, both: Callable[..., BothPasses]) -> list[RecomputeTrial]:
-        """Return the step without and with each option that has something to compute again; none under a budget."""
-        if self._budget < 1 or self._options.dry_run or len(whole.graphs) < 2:
-            return []
-        options = [one for one in RECOMPUTE_OPTIONS if self._options.wants(one.rewrite.id) and one.is_in(whole.graphs["forward"])]
-        found = [RecomputeTrial(option=one, whole=whole, passes=both(prepare=one.put)) for one in options]
-        return [one for one in found if one.passes.sites]
+    def _recomputing(self, ways: Sequence[tuple[BothPasses, Callable[..., BothPasses]]]) -> list[list[RecomputeTrial]]:
+        """Return, for each option that has something to compute again, trials with the loss in chunks and without.
+
+        None under a budget, nor of a step that runs its own ops for its sparse gradients. Where an option spares nothing in the
+        first way, which has the smaller peak, there is no second.
+
+        Args:
+            ways: the step without an option, and what makes it with one.
+        """
+        found: list[list[RecomputeTrial]] = []
+        if self._budget < 1 or self._options.dry_run or self._plain.holds_sparse:
+            return found
+        for option in RECOMPUTE_OPTIONS:
+            trials: list[RecomputeTrial] = []
+            for whole, both in ways if self._options.wants(option.rewrite.id) else ():
+                if len(whole.graphs) > 1 and option.is_in(whole.graphs["forward"]):
+                    trials.append(RecomputeTrial(option=option, whole=whole, passes=both(prepare=option.put)))
+                    if not trials[-1].row().saved_bytes:
+                        break
+            found += [trials] if trials and trials[0].passes.sites else []
+        return found
 
     @property
     def halves(self) -> list[Half]:
@@ -204,12 +230,12 @@ class TrainedGraph:
             return Outcome(SPARSE, step_rows=self._flag_rows)
         if self._plain.writes_in_checkpoint:
             return Outcome(WRITTEN_AGAIN, step_rows=self._flag_rows)
-        outcome = self._with_recomputing(self._judged_launches(args), args)
         make = self._make_recorder or (CudaRecorder if is_on_cuda(args) else None)
         is_wanted = self._options.graph and self._options.wants(CUDA_GRAPH.id) and self._budget >= 1
-        if make is None or not is_wanted or self._options.dry_run or len(self._passes.by_name) < 2:
-            return outcome
-        return self._with_graphs(outcome, args, make) if outcome.reason in ("", NOTHING, NOT_FASTER) else outcome
+        if not is_wanted or self._options.dry_run or len(self._passes.by_name) < 2:
+            make = None
+        outcome = self._with_recomputing(self._judged_launches(args), args, in_graphs=make is not None)
+        return outcome if make is None or outcome.reason not in _OPEN else self._with_graphs(outcome, args, make)
 
     def _with_graphs(self, outcome: Outcome, args: tuple[Any, ...], make: Callable[[], Recorder]) -> Outcome:
         """Try both passes as CUDA graphs. Where nothing else pays, they have to beat the model's own ops."""
@@ -247,6 +273,7 @@ class TrainedGraph:
             peaks = self._plain.peak_bytes(lambda _: 0), self._base.peak_bytes(lambda _: 0)
             rows = (*rows, row_of_budget(self._budget, *peaks))
         step = comparison.step(args)
+        self._began_s = self._seconds()
         self._passes.optimise(lambda: step.run(self._joint))
         if trial is not None and row is not None and row.status is Status.SLOWER:
             fused = trial.with_kernels(row, args)
@@ -261,20 +288,49 @@ class TrainedGraph:
         if reason or not self._options.is_timed or self._budget < 1:  # whoever asks for a budget pays for it with time
             return Outcome(reason, found, rows)
         change = comparison.timed(step, self._own, self._joint)
+        self._step_ns = time_after_ns(change)
         if row is not None and row.status is Status.KEPT:  # it stays for its memory, unless that costs time
             return Outcome(SLOWER if change.low_ns > 0 else "", found, rows)
         return Outcome(NOT_FASTER if change.high_ns >= 0 else "", found, rows)
 
-    def _with_recomputing(self, outcome: Outcome, args: tuple[Any, ...]) -> Outcome:
-        """Add a row for each option of what is computed again; where the step was rewritten, they are timed and may stay."""
-        for trial in self._again:
-            row, found = trial.row(), None
-            is_timed = self._options.is_timed and self._options.effort != "quick" and not outcome.reason
-            if row.saved_bytes and is_timed and self._passes is trial.whole:
-                row, found = trial.timed(row, self._comparison, args)
-                is_kept = row.status is Status.KEPT
-                self.left_out += tuple(half.graph for half in (trial.whole if is_kept else trial.passes).halves)
-                if is_kept:
-                    self._passes, outcome = trial.passes, replace(outcome, check=found)
+    def _with_recomputing(self, outcome: Outcome, args: tuple[Any, ...], *, in_graphs: bool) -> Outcome:
+        """Add a row for each option of what is computed again; where the step may stay, they are timed and may stay too.
+
+        A step that waits for Python may be no faster as long as it is launched kernel by kernel. Then its graphs decide.
+        """
+        if not self._again:
+            return outcome
+        may_stay = not outcome.reason or (in_graphs and outcome.reason in _OPEN)
+        choice = self._choice(args, in_graphs=in_graphs) if self._options.is_timed and may_stay else None
+        for trials in self._again:
+            trial = next((one for one in trials if one.whole is self._passes), None)
+            row = (trial or trials[0]).row()
+            why_not = _untimed(may_stay) if choice is None else OTHER_STAYS if trial is None else ""
+            if row.saved_bytes and choice is not None and trial is not None:
+                why_not = choice.why_not(row, trial.again_bytes())
+                if not why_not:
+                    row, found = trial.timed(row, self._comparison, args, most_share=choice.most_share, why=choice.why())
+                    is_kept = row.status is Status.KEPT
+                    self.left_out += tuple(half.graph for half in (trial.whole if is_kept else trial.passes).halves)
+                    if is_kept:
+                        self._passes, outcome = trial.passes, replace(outcome, check=found)
+            if row.saved_bytes and why_not:
+                row = replace(row, reason=f"{row.reason}: {why_not}")
             outcome = replace(outcome, step_rows=(*outcome.step_rows, row))
         return outcome
+
+    def _choice(self, args: tuple[Any, ...], *, in_graphs: bool) -> RecomputeChoice:
+        """Measure what decides which options are tried: the step's peak and eager's, and the time that is left."""
+        step, now, graphs = self._comparison.step(args), self._seconds(), self._passes.graphs
+        peak = self._peak or functools.partial(transient_bytes, on_cuda=is_on_cuda(args))
+        eager, ours = (peak(functools.partial(step.run, call)) for call in (self._own, self._joint))
+        beside = copied_out_bytes(graphs) if in_graphs else 0
+        return RecomputeChoice(
+            options=self._options, peaks=StepPeaks(eager_bytes=eager, ours_bytes=ours + beside),
+            peak_bytes=self._passes.peak_bytes(chunk_inside), step_ns=self._step_ns, each_s=now - self._began_s,
+            end_s=now + self._options.budgets.recompute_s, clock=self._seconds,
+        )  # fmt: skip
+
+
+def _untimed(may_stay: bool) -> str:
+    return "no time decides what stays" if may_stay else "the step runs its own ops"

@@ -20,13 +20,6 @@ from fusion_advisor.runtime.torch_internals import dispatcher, fake_mode
 _LEAST_BUDGET = 1e-6
 """With 0 torch keeps the inputs alone, and draws random numbers again whatever is said of them."""
 
-_aten = torch.ops.aten
-_SEEN_THROUGH = (
-    _aten._to_copy.default, _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.slice.Tensor,
-    _aten.alias.default, _aten.detach.default,
-)  # fmt: skip
-"""Casts and views that the partitioner computes again for nothing."""
-
 MakeCall = Callable[[GraphModule], Callable[..., Any]]
 """Takes one of the two graphs and returns what runs in its place: a call.
 
@@ -195,8 +188,6 @@ def _partitioned(
     Torch would keep the generator's state for it, a tensor of unknown size, and run it again by an op that takes the state. Such
     an op is attention, whatever it drops: of each layer its result and one number a row are kept.
     """
-    _skip_detached(joint)
-    _compute_log_softmax_again(joint)
     for node in joint.graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if is_random and (node.meta.pop("recompute", None) is not None or is_budgeted):
@@ -253,45 +244,6 @@ def _keep_input(forward: GraphModule, backward: GraphModule, name: str, outputs:
     given.meta = dict(node.meta)
     forward.recompile()
     backward.recompile()
-
-
-def _skip_detached(joint: GraphModule) -> None:
-    """Let ops read a value itself where they read it detached, which autograd does with results that a backward pass reads.
-
-    Torch's partitioner takes ``detach`` for an op that no kernel can join. It would keep such a result, a tanh's say, and compute
-    nothing again of which it is made. Inductor's decompositions make views of them, which it sees through.
-    """
-    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        (source,) = node.args
-        assert isinstance(source, Node)
-        node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
-
-
-def _compute_log_softmax_again(joint: GraphModule) -> None:
-    """Have the backward pass compute a log-softmax again where what it is made of takes fewer bytes, or is returned anyway.
-
-    A loss takes 16-bit logits in fp32, and torch would keep their log-softmax: twice the bytes of the logits. Models of
-    transformers return the logits too, so that keeping these costs nothing. The gradient of the loss is one kernel: it reads each
-    row of logits twice, the second time from the cache, and writes their gradient.
-    """
-    returned = set(joint.graph.output_node().all_input_nodes)
-    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten._log_softmax.default):
-        path = _narrowing_path(node)
-        is_returned = not returned.isdisjoint(path) and node not in returned
-        is_smaller = min(one.meta["val"].element_size() for one in path) < node.meta["val"].element_size()
-        if (is_returned or is_smaller) and "recompute" not in node.meta:
-            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _narrowing_path(node: Node) -> list[Node]:
-    """The op's operand, and what that is a cast or a view of."""
-    path: list[Node] = []
-    source = node.args[0]
-    while isinstance(source, Node):
-        path.append(source)
-        is_passed = source.op == "call_function" and source.target in _SEEN_THROUGH
-        source = source.args[0] if is_passed else None
-    return path
 
 
 def _keep_what_is_given() -> bool:

@@ -17,9 +17,10 @@ from torch import nn
 import fusion_advisor as fa
 from fusion_advisor.errors import CannotCapture, NotTrainable, UnreadableReport, UsageError
 from fusion_advisor.fuse.dynamo_backend import optimise
+from fusion_advisor.fuse.loss.recompute_options import GELU_CHECKPOINT
 from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
 from fusion_advisor.fuse.modes.apply_training import apply_training
-from fusion_advisor.fuse.modes.training_findings import merged, step_rows
+from fusion_advisor.fuse.modes.training_findings import logits_findings, merged, step_rows
 from fusion_advisor.fuse.passes.registry import row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
 from fusion_advisor.fuse.plan.plan import Plan
@@ -325,6 +326,12 @@ def test_a_loss_in_chunks_goes_with_the_step_that_it_stands_in(reason, status):
     (row,) = step_rows([Outcome(reason, step_rows=(replace(kept, saved_bytes=7),))])
     assert (row.status, row.reason, row.saved_bytes) == (status, reason, 0 if reason else 7)
     assert [one.id for one in step_rows([Outcome(step_rows=(kept,))] * 2)] == ["linear-cross-entropy-1", "linear-cross-entropy-2"]
+
+
+@pytest.mark.parametrize(("rewrite", "found"), [(LINEAR_CROSS_ENTROPY, 1), (GELU_CHECKPOINT, 0)], ids=["loss", "option"])
+def test_only_a_loss_that_would_spare_memory_is_a_finding_about_logits(rewrite, found):
+    row = replace(row_of(rewrite, status=Status.NOT_REPLACED, reason="why", sites=1), saved_bytes=7)
+    assert len(logits_findings(step_rows([Outcome(step_rows=(row,))] * 2), "m")) == 2 * found
 
 
 def test_a_step_in_which_no_chain_was_looked_for_says_why():

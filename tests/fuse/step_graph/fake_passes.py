@@ -8,6 +8,7 @@ from fusion_advisor.fuse.cuda_graph.recording import flat
 from fusion_advisor.fuse.step_graph.pass_graph import Kept
 from fusion_advisor.fuse.step_graph.step_graph import StepGraph
 from fusion_advisor.fuse.train.passes.freed_arguments import taking_a_list
+from fusion_advisor.fuse.train.passes.kept_values import keep_less
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 
@@ -109,7 +110,7 @@ class Backend:
 
             return take
 
-        call = autograd_graphs.with_backward(graph_module, inputs, taken("forward"), taken("backward"))
+        call = autograd_graphs.with_backward(graph_module, inputs, taken("forward"), taken("backward"), prepare=keep_less)
         self.graphs = StepGraph(self.passes["forward"], self.passes["backward"], lambda: self.recorder)
         self.graphs.is_on = self.is_on
         return call

@@ -89,6 +89,52 @@ def test_what_a_caller_holds_is_not_written_by_later_replays(made):
     assert_same(held[:-3], then)
 
 
+def test_gradients_are_a_callers_own_memory(made):
+    """It may be resized and lies in no graph: "Why gradients are copied out" in docs/measurements/training_steps.md."""
+    compiled, _, backend = made
+    for seed in (0, 1):
+        step(compiled, seed)
+    recorded = backend.graphs._recorded
+    static = {memory.tensor.data_ptr() for memory in recorded.backward.memories} | recorded.kept_at
+    for one in compiled.parameters():
+        storage = one.grad.untyped_storage()
+        assert storage.resizable() and storage.nbytes() == one.grad.nbytes and storage.data_ptr() not in static
+
+
+@pytest.mark.parametrize("is_none", [True, False])
+def test_gradients_of_two_steps_are_zeroed_written_and_kept_as_in_eager(made, direct, is_none):
+    """Two steps ahead of each of the optimizer's; one that the caller puts in, a hook that keeps all, views that live on."""
+    found = []
+    for one in (made[0], direct):
+        optimizer, kept = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.5), []
+        hook = one.inner.weight.register_hook(kept.append)
+        views = []
+        for seed in range(6):
+            torch.manual_seed(seed)
+            one(x(seed))[0].backward()
+            if seed == 3:
+                one.outer.bias.grad = torch.ones_like(one.outer.bias)
+            views.append(one.inner.bias.grad.detach().view(2, -1))
+            if seed % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=is_none)
+        hook.remove()
+        found.append(cloned([*one.parameters(), *kept, *views]))
+    assert_same(*found)
+    assert made[2].graphs.replays == [5, 5] and not made[2].graphs.refusals
+
+
+def test_a_gradient_that_is_not_set_to_none_stays_where_it_is(made):
+    compiled, _, backend = made
+    for seed in (0, 1):
+        step(compiled, seed)
+    before = [one.grad.data_ptr() for one in compiled.parameters()]
+    for seed in (2, 3):
+        compiled.zero_grad(set_to_none=False)
+        step(compiled, seed, is_fresh=False)
+    assert [one.grad.data_ptr() for one in compiled.parameters()] == before and backend.graphs.replays == [3, 3]
+
+
 def test_gradients_add_up_over_replays(made, direct):
     compiled, _, backend = made
     for one in (compiled, direct):

@@ -140,6 +140,46 @@ def test_a_retained_backward_pass_runs_again(pair):
     assert backend.graphs.replays == [2, 2]
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_gradient_that_another_stream_reads_is_not_written_once_it_is_dropped(pair, name):
+    """``record_stream`` waits for the reader, as in eager: gradients are memory of the allocator's, not of a graph."""
+    compiled, direct, backend = pair
+    found = []
+    for one in (compiled, direct):
+        step(one, 0), step(one, 1)
+        side, parameter = torch.cuda.Stream(), getattr(one.inner, name)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work = torch.ones(8192, 8192, device="cuda")
+            for _ in range(20):  # the device reads the gradient long after later steps were launched
+                work = work @ work
+            read = parameter.grad.clone()
+        parameter.grad.record_stream(side)
+        expected = parameter.grad.clone()
+        for seed in (2, 3, 4):
+            step(one, seed)
+        torch.cuda.synchronize()
+        assert torch.equal(read, expected)
+        found.append([read])
+    assert_same(*found)
+    assert backend.graphs.replays == [4, 4]
+
+
+def test_gradients_are_memory_of_the_allocators(pair):
+    compiled, _, backend = pair
+    for seed in (0, 1):
+        step(compiled, seed)
+    spans = [
+        (part["address"], part["address"] + part["total_size"])
+        for part in torch.cuda.memory_snapshot()
+        if tuple(part.get("segment_pool_id", (0, 0))) != (0, 0)
+    ]
+    assert spans and backend.graphs.replays == [1, 1]
+    for one in compiled.parameters():
+        storage = one.grad.untyped_storage()
+        assert storage.resizable() and not any(low <= storage.data_ptr() < high for low, high in spans)
+
+
 class Attending(torch.nn.Module):
     """Attention in fp32 with a mask and a dropout: its seeds lie in host memory, or on the device in a graph."""
 

@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from fusion_advisor.fuse.dynamo_backend import chosen_options, fuse_graph, optimise
-from fusion_advisor.fuse.train.trained_graph import NOT_FASTER, TrainedGraph
+from fusion_advisor.fuse.loss.record import plan_losses
+from fusion_advisor.fuse.train.trained_graph import NOT_FASTER, SLOWER, TrainedGraph
 from fusion_advisor.fuse.train.trained_model import TrainedModel
 from fusion_advisor.records import Status
 from fusion_advisor.timing.paired import compare_rounds
 from tests.fuse.step_graph.fake_passes import FakePasses
+from tests.fuse.train.test_chunked_losses import Speaker, batch
+from tests.fuse.train.test_recompute_options import ROWS, Model
+from tests.fuse.train.test_recompute_options import WIDTH as MODEL_WIDTH
 from tests.fuse.train.test_trained_graph import OPTIONS, WIDTH, Block, compare, gradients, step
 
 GRAPHS = replace(OPTIONS, only=("no_kernel", "cuda-graph"))
@@ -41,17 +45,22 @@ class Backend:
     Args:
         options: of the run.
         compared: what each pair of ways to run a step is said to take; none where nothing is timed.
+        peaks: of eager's step and of the one without its graphs.
+        has_loss: whether losses are computed in chunks, however small.
     """
 
-    def __init__(self, options, compared=()):
+    def __init__(self, options, compared=(), peaks=(0, 0), *, has_loss=False):
         self.options, self.recorder, self.made = options, FakePasses(), []
-        self.compared = list(compared)
+        self.compared, self.peaks, self.has_loss = list(compared), list(peaks), has_loss
 
     def __call__(self, graph_module, inputs):
         return fuse_graph(graph_module, inputs, self.options, always, trained=self.trained)
 
     def trained(self, *args, **more):
-        self.made.append(TrainedGraph(*args, **more, make_recorder=lambda: self.recorder, compare=self.compare))
+        more |= {"make_recorder": lambda: self.recorder, "compare": self.compare, "peak": lambda _: self.peaks.pop(0)}
+        if self.has_loss:
+            more["losses"] = plan_losses(args[0], drops_logits=False, least_bytes=0)
+        self.made.append(TrainedGraph(*args, **more))
         return self.made[-1]
 
     def compare(self, before, after):
@@ -118,6 +127,37 @@ def test_graphs_must_beat_what_is_kept_without_them(x, compared, reason, status)
 def test_no_graph_is_tried_where_options_speak_against_it(x, more):
     backend = run(replace(GRAPHS, **more), x)
     assert backend.made[0].step_graph is None and backend.recorder.recorded == 0
+
+
+@pytest.mark.parametrize("graphs_ns", [80, 120], ids=["graphs pay", "they do not"])
+def test_a_loss_in_chunks_that_is_launched_slower_stays_where_its_graphs_pay(graphs_ns):
+    options = replace(OPTIONS, keep="paying", only=("no_kernel", "linear-cross-entropy", "cuda-graph"))
+    backend = Backend(options, [(100, 100), (100, 120), (100, graphs_ns)], has_loss=True)
+    model = Speaker()
+    plain, compiled = copy.deepcopy(model), torch.compile(model, backend=backend, dynamic=False)
+    for one in (compiled, plain):
+        one(*batch()).backward()
+    compare(gradients(model), gradients(plain))
+    assert not backend.compared and backend.made[0].outcome.reason == ("" if graphs_ns < 100 else SLOWER)
+    assert backend.row.status is (Status.KEPT if graphs_ns < 100 else Status.SLOWER)
+
+
+@pytest.mark.parametrize("is_above", [True, False])
+def test_what_graphs_copy_out_counts_for_the_peak_that_options_are_tried_by(is_above):
+    """And a step that is not faster without its graphs may still be tried with options."""
+    options = replace(GRAPHS, keep="paying", effort="quick", only=("no_kernel", "gelu-checkpoint", "cuda-graph"))
+    model, x = Model(), torch.randn(4, ROWS, MODEL_WIDTH)
+    beside = sum(one.nbytes for one in model.parameters()) + 4
+    peaks = (999 + beside if is_above else 1000 + beside, 1000)
+    backend = Backend(options, [(100, 101), (100, 80)][not is_above :], peaks)
+    plain, compiled = copy.deepcopy(model), torch.compile(model, backend=backend, dynamic=False)
+    for one in (compiled, plain):
+        one(x).backward()
+    compare(gradients(model), gradients(plain))
+    (graph,) = backend.made
+    row = next(row for row in graph.outcome.step_rows if row.id == "gelu-checkpoint")
+    assert (row.status is Status.KEPT) == is_above and (graph._passes is graph._base) != is_above
+    assert graph.outcome.check.is_passed and backend.row.status is Status.KEPT and not backend.compared
 
 
 def test_a_model_that_is_reverted_holds_no_graph(x):

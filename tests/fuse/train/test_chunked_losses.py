@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.errors import NoSecondDerivative
 from fusion_advisor.fuse.dynamo_backend import chosen_options, fuse_graph
+from fusion_advisor.fuse.loss.recompute_options import GELU_CHECKPOINT
 from fusion_advisor.fuse.loss.record import plan_losses, verdict_on_loss
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
@@ -31,8 +32,9 @@ KEPT = Status.KEPT
 class Speaker(nn.Module):
     """An embedding, a layer and a head; the loss is all that it returns, unless it is asked for the logits."""
 
-    def __init__(self, *, is_tied=False, dropout=0.0, is_checkpointed=False, returns_logits=False, z=0.0):
+    def __init__(self, *, is_tied=False, dropout=0.0, is_checkpointed=False, returns_logits=False, z=0.0, more=0):
         super().__init__()
+        self.more = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(more))
         self.embedding, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.dropout, self.head = nn.Dropout(dropout), nn.Linear(WIDTH, WORDS, bias=False)
         if is_tied:
@@ -40,7 +42,10 @@ class Speaker(nn.Module):
         self.is_checkpointed, self.returns_logits, self.z = is_checkpointed, returns_logits, z
 
     def body(self, words):
-        return self.dropout(functional.gelu(self.layer(self.embedding(words))))
+        rows = self.embedding(words)
+        for layer in (*self.more, self.layer):
+            rows = functional.gelu(layer(rows))
+        return self.dropout(rows)
 
     def forward(self, words, labels):
         hidden = checkpoint(self.body, words, use_reentrant=False) if self.is_checkpointed else self.body(words)
@@ -358,6 +363,12 @@ def test_where_the_logits_stay_in_the_step_nobody_is_given_their_gradient():
     given = [node.meta["val"].shape for node in graph.halves[1].graph.graph.nodes if str(node.target).startswith("tangents")]
     assert [tuple(shape) for shape in given] == [()]
     assert graph.is_rewritten and graph.returned[1] is None
+
+
+def test_activations_are_computed_again_without_the_loss_in_chunks_too():
+    graph = judged(FASTER, later_times=[SLOWER], optimiser=copied, z=0.05, more=6)
+    loss, option = graph.outcome.step_rows[0], next(row for row in graph.outcome.step_rows if row.id == GELU_CHECKPOINT.id)
+    assert (loss.status, option.status, option.sites) == (Status.SLOWER, KEPT, 7) and widest(graph) == ROWS * WORDS
 
 
 @pytest.mark.parametrize(("fused", "status"), [(FASTER, KEPT), ((1000, 1000), KEPT), (SLOWER, Status.SLOWER)], ids=str)

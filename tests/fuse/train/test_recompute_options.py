@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from dataclasses import replace
@@ -14,12 +15,15 @@ from torch.nn import functional
 
 from fusion_advisor.fuse.dynamo_backend import fuse_graph
 from fusion_advisor.fuse.loss.recompute_options import ATTN_DROPOUT_CHECKPOINT, GELU_CHECKPOINT
+from fusion_advisor.fuse.plan.options import Budgets
 from fusion_advisor.fuse.train.judge.gradients import TrainingStep
+from fusion_advisor.fuse.train.judge.recompute_choice import copied_out_bytes, time_after_ns
 from fusion_advisor.fuse.train.passes.recomputed import kept_bytes
-from fusion_advisor.fuse.train.trained_graph import TrainedGraph
+from fusion_advisor.fuse.train.trained_graph import OTHER_STAYS, TrainedGraph
 from fusion_advisor.records import Status
 from fusion_advisor.timing.paired import compare_rounds
 from tests.fuse.train.test_trained_graph import OPTIONS, compare, gradients
+from tests.tiny import BANDWIDTH
 
 ROWS, WIDTH, HEADS = 64, 32, 2
 TIMED = replace(OPTIONS, keep="paying")
@@ -45,18 +49,26 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers, so that the peak lies behind the first."""
+    """Two layers at least, so that the peak lies behind the first."""
 
-    def __init__(self, **kind):
+    def __init__(self, *, layers=2, **kind):
         super().__init__()
-        self.layers = nn.Sequential(Layer(**kind), Layer(**kind))
+        self.layers = nn.Sequential(*(Layer(**kind) for _ in range(layers)))
 
     def forward(self, x):
         return self.layers(x).square().mean()
 
 
-def judged(times=None, options=TIMED, optimiser=None, **kind):
-    """The graph of a step after its first call; ``times`` are those of the steps without and with an option, in turn."""
+def measured(sizes, call):
+    call()
+    return next(sizes)
+
+
+def judged(times=None, options=TIMED, optimiser=None, peaks=(), seconds=None, **kind):
+    """The graph of a step after its first call; ``times`` are those of the steps without and with an option, in turn.
+
+    ``peaks`` are eager's and that of the step without an option, ``seconds`` a clock's for trials.
+    """
     graphs, turns = [], iter([(1000, 500), *(times or [])])
 
     def clock(*_):
@@ -67,8 +79,13 @@ def judged(times=None, options=TIMED, optimiser=None, **kind):
 
     class Timed(TrainedGraph):
         def __init__(self, graph_module, inputs, **more):
-            super().__init__(graph_module, inputs, **more | ({} if times is None else {"compare": clock}))
-            self.tried = list(self._again)
+            planted = {} if times is None else {"compare": clock}
+            if peaks:
+                planted["peak"] = functools.partial(measured, iter(peaks))
+            if seconds:
+                planted["seconds"] = iter(seconds).__next__
+            super().__init__(graph_module, inputs, **more | planted)
+            self.tried = [one for (one,) in self._again]
 
         def __call__(self, *args):
             self.given = args
@@ -129,6 +146,78 @@ def test_each_option_is_tried_by_itself():
     found = rows(judged([(1000, 1010), (1000, 1000)], dropout=0.1))
     assert [found[one.id].status for one in (GELU_CHECKPOINT, ATTN_DROPOUT_CHECKPOINT)] == [Status.SLOWER, Status.KEPT]
     assert found[ATTN_DROPOUT_CHECKPOINT.id].sites == 2
+
+
+ABOVE, BELOW = (1000, 2000), (2000, 1000)
+QUICK = replace(TIMED, effort="quick")
+
+
+PEAKS = "; without it the step's peak is 2.00 kB, eager's 1.00 kB, weights and inputs aside"
+
+
+@pytest.mark.parametrize(
+    ("options", "after_ns", "status", "words"),
+    [
+        (QUICK, 990, Status.KEPT, f"is not measurably slower{PEAKS}"),
+        (TIMED, 1019, Status.KEPT, f"is not measurably slower by more than 2%{PEAKS}"),
+        (QUICK, 1030, Status.SLOWER, "is slower by more than 2%; a --memory-budget"),
+    ],
+    ids=["quick, free", "2 %", "quick, 3 %"],
+)
+def test_above_eagers_peak_an_option_may_cost_a_little_time(options, after_ns, status, words):
+    graph = judged([(1000, after_ns)], options, peaks=ABOVE)
+    row = rows(graph)[GELU_CHECKPOINT.id]
+    assert row.status is status and words in row.reason and row.step_delta_ns == after_ns - 1000
+    assert graph.outcome.check.is_passed and graph.is_rewritten
+    assert (kept(graph) < sum(kept_bytes(graph._base.graphs).values())) == (status is Status.KEPT)
+
+
+def test_below_eagers_peak_an_option_may_cost_none():
+    assert rows(judged([(1000, 1010)], peaks=BELOW))[GELU_CHECKPOINT.id].status is Status.SLOWER
+
+
+def test_quick_tries_what_spares_much_for_little_wherever_the_peak_is():
+    free = replace(QUICK, bandwidth=replace(BANDWIDTH, copy_bytes_per_s=10**18))
+    row = rows(judged([(1000, 1010)], free, peaks=BELOW, layers=4))[GELU_CHECKPOINT.id]
+    assert row.status is Status.SLOWER and "eager's 2.00 kB" in row.reason
+    row = rows(judged([(1000, 1000)], free, layers=4))[GELU_CHECKPOINT.id]
+    assert row.status is Status.KEPT and "eager" not in row.reason  # a CPU has no figure of it
+
+
+def test_quick_says_why_it_tries_none():
+    row = rows(judged([], QUICK, peaks=BELOW))[GELU_CHECKPOINT.id]
+    assert row.status is Status.NOT_REPLACED and row.step_delta_ns is None and row.saved_bytes > 0
+    for words in ("its time was not taken: with --quick", "eager's 2.00 kB", "of the peak", "is expected to take"):
+        assert words in row.reason
+
+
+def test_quick_begins_no_trial_that_would_not_end_in_its_time():
+    """The step without it took 10 s: with 10 s for trials there is time for one, a second later there is none."""
+    options = replace(QUICK, budgets=Budgets(recompute_s=10))
+    assert rows(judged([(1000, 1000)], options, peaks=ABOVE, seconds=(0, 10, 10)))[GELU_CHECKPOINT.id].status is Status.KEPT
+    row = rows(judged([], options, peaks=ABOVE, seconds=(0, 10, 11)))[GELU_CHECKPOINT.id]
+    assert row.status is Status.NOT_REPLACED and "9 s are left to try it, and the step without it took 10 s" in row.reason
+    usual = replace(options, effort="usual")
+    assert rows(judged([(1000, 1000)], usual, peaks=ABOVE, seconds=(0, 10, 11)))[GELU_CHECKPOINT.id].status is Status.KEPT
+
+
+def test_where_one_stays_the_next_says_so():
+    row = rows(judged([(1000, 1000)], dropout=0.1))[ATTN_DROPOUT_CHECKPOINT.id]
+    assert row.status is Status.NOT_REPLACED and OTHER_STAYS in row.reason
+
+
+def test_bytes_that_are_moved_again_and_copied_out_are_counted():
+    graph = judged([(1000, 1010)])
+    (trial,) = graph.tried
+    assert trial.again_bytes() == 2 * 2 * 4 * ROWS * 4 * WIDTH * 4  # each layer's GELU reads and writes its rows
+    weights = sum(one.numel() * 4 for one in Model().parameters())
+    assert copied_out_bytes(graph._base.graphs) == weights + 4  # and the loss
+
+
+@pytest.mark.parametrize("times", [(1000, 800), (1000, 1001), (3, 7)])
+def test_a_steps_time_is_found_in_a_comparison(times):
+    assert time_after_ns(compare_rounds(*([one] * 20 for one in times))) == pytest.approx(times[1])
+    assert time_after_ns(compare_rounds([5] * 20, [5] * 20)) is None
 
 
 @pytest.mark.parametrize("dropout", [0.3, 1.0])

@@ -13,6 +13,7 @@ from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.fuse.loss.loss_op import read_at_once
 from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
 from fusion_advisor.fuse.train.passes.as_autograd import AsAutograd
+from fusion_advisor.fuse.train.passes.kept_values import keep_less
 from fusion_advisor.fuse.train.passes.loss_alone import LEAST_BYTES, EitherBackward, for_loss_alone
 from fusion_advisor.runtime.fallback_warning import warn_caller
 from fusion_advisor.runtime.torch_internals import autograd_graphs, fx_trace
@@ -89,6 +90,7 @@ class BothPasses:
 
         def prepared(joint: GraphModule) -> None:
             self.writes_in_checkpoint = autograd_graphs.writes_in_checkpoint(joint)
+            keep_less(joint)
             self.sites = prepare(joint)
 
         def made(graph: GraphModule, name: str) -> Half:

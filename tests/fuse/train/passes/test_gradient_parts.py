@@ -18,6 +18,7 @@ from fusion_advisor.fuse.dynamo_backend import fuse_graph
 from fusion_advisor.fuse.plan.plan import judge_with
 from fusion_advisor.fuse.train.passes.columns_last import sink_column_sums
 from fusion_advisor.fuse.train.passes.gradient_parts import split_norm_gradients
+from fusion_advisor.fuse.train.passes.kept_values import keep_less
 from fusion_advisor.records import OpClass
 from fusion_advisor.records.op_facts import item_bytes, overload_free
 from fusion_advisor.runtime.torch_internals import autograd_graphs, fx_trace
@@ -53,7 +54,7 @@ def passes(model, **inputs):
 
             return kept
 
-        return autograd_graphs.with_backward(graph_module, given, keep("forward"), keep("backward"))
+        return autograd_graphs.with_backward(graph_module, given, keep("forward"), keep("backward"), prepare=keep_less)
 
     torch.compile(model, backend=backend, dynamic=False)(**inputs)
     return found

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from fusion_advisor.capture.graph.fx_nodes import storages
+from fusion_advisor.fuse.train.passes.kept_values import keep_less
 from fusion_advisor.fuse.train.passes.loss_alone import OTHER_GRADIENTS, for_loss_alone
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 from tests.fuse.step_graph.fake_passes import FakePasses
@@ -146,7 +147,7 @@ def test_small_gradients_are_left_alone_and_the_pass_itself_stays_as_it_is():
         return graph_module.forward
 
     def backend(graph_module, inputs):
-        return autograd_graphs.with_backward(graph_module, inputs, take, take)
+        return autograd_graphs.with_backward(graph_module, inputs, take, take, prepare=keep_less)
 
     torch.compile(Speaker(returns_logits=True), backend=backend, dynamic=False)(*batch())
     before = str(seen[1].graph)
