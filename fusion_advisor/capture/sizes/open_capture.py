@@ -64,6 +64,10 @@ class OpenCapture:
         """The one region."""
         return self.live.regions[0]
 
+    def as_captured(self) -> OpenCapture:
+        """Return the same with the graph as it is now, whatever takes its place here."""
+        return replace(self, live=replace(self.live, regions=[*self.live.regions]))
+
     def symbols(self, sizes: Sizes) -> dict[Any, int]:
         """Return the size of each of dynamo's symbols."""
         return {symbol: dim_size(name, sizes) for symbol, name in self.names.items()}

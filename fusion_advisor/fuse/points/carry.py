@@ -49,7 +49,7 @@ def carried(work: RangeWork, workpiece: Workpiece, from_: Decided, sizes: Sizes)
     written.restore()
     if wrong:
         return one.refused(wrong)
-    return timed(work, workpiece, checked(work, workpiece, one, live.regions[0]))
+    return timed(work, workpiece, checked(work, workpiece, one, given, written))
 
 
 def wrong_kernel(

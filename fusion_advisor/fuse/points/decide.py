@@ -200,18 +200,20 @@ def decided(
     )
     written.restore()
     one = Decided(served=served, row=row, fusions=tuple(fusions))
-    return timed(work, workpiece, checked(work, workpiece, one, found.region))
+    return timed(work, workpiece, checked(work, workpiece, one, given, written))
 
 
-def checked(work: RangeWork, workpiece: Workpiece, one: Decided, region: Any) -> Decided:
+def checked(work: RangeWork, workpiece: Workpiece, one: Decided, given: Sequence[Any], written: Written) -> Decided:
     """Check what runs near a point against fp64, at the point and at moderate sizes of the piece.
 
     Args:
         work: on the piece's call.
         workpiece: the piece.
         one: the point, with rewrites.
-        region: the piece's graph at the sizes of the point.
+        given: what the piece's graph is called with there.
+        written: what that call writes to.
     """
+    region = at_one_size(workpiece.captured, given, written).regions[0]
     check = check_region(region, _module_at(workpiece, one.served).forward)
     one = replace(one, row=replace(one.row, rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2))
     if not check.is_passed:
@@ -238,7 +240,7 @@ def wrong_elsewhere(work: RangeWork, workpiece: Workpiece, served: Served) -> st
     if other == served.sizes or prod(other.values()) > max(prod(served.sizes.values()), MOST_ELEMENTS["cpu"]):
         return None
     given, written = work.graph_call(workpiece.opened, other)
-    check = check_region(at_one_size(workpiece.opened, given, written).regions[0], served.graph_at(point).forward)
+    check = check_region(at_one_size(workpiece.captured, given, written).regions[0], served.graph_at(point).forward)
     written.restore()
     error = f"relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
     return "" if check.is_passed else f"all rewrites together, at {text_of(other)}: {error}"

@@ -8,9 +8,9 @@ from dataclasses import replace
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.fuse.live.padding_trial import tried_padding
 from fusion_advisor.fuse.points.carry import carried
+from fusion_advisor.fuse.points.choose_layouts import choose_layouts
 from fusion_advisor.fuse.points.decide import MOST_ELEMENTS, Decided, RangeWork, decided, not_decided
 from fusion_advisor.fuse.points.time_limit import OutOfTime
-from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Piece, points_of
 from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes, prove_sizes
 from fusion_advisor.fuse.shapes.ranged_calls import with_room
@@ -60,10 +60,16 @@ class PiecePoints:
         work.starts[self.piece.box] = piece_of(work.loaded.model, opened, work.ranged.name, self.piece.box)
         # Where no graph serves a call nothing is padded, whatever is proved.
         self._proved = prove_sizes(opened, self.piece.box) if work.may_pad else ProvedSizes() if work.pads else None
-        self._changes = change_layouts(opened, work.kept)
-        self._workpiece = Workpiece(self.piece, work.ahead)
-        self._found.clear()
-        self._kernels.clear()
+        captured = opened.as_captured()
+        try:
+            self._changes = choose_layouts(work, opened, self._points)
+        except LooksAtSizes as error:
+            work.refused.add(str(error))
+            self._open(work.capture(dict(opened.sizes)))
+        else:
+            self._workpiece = Workpiece(self.piece, work.ahead, captured=captured if self._changes else None)
+            self._found.clear()
+            self._kernels.clear()
 
     def decide(self) -> None:
         """Decide all points, each in full, or but for the first as that one was."""
