@@ -321,11 +321,22 @@ def _part(node: Node, source: Node, rows: _Rows) -> Node:
     with graph.inserting_before(node):
         part = graph.call_function(_SLICE, (source, rows.dim, rows.begin, rows.stop))
         part.meta = {**origin, "val": _SLICE(value, rows.dim, rows.begin, rows.stop)}
-        if node.target in _PRODUCTS and not part.meta["val"].is_contiguous():
+        if node.target in _PRODUCTS and not _is_packed(part.meta["val"]):
             copy = graph.call_function(_ATEN.clone.default, (part,), {"memory_format": torch.contiguous_format})
             copy.meta = {**origin, "val": part.meta["val"].clone(memory_format=torch.contiguous_format)}
             return copy
     return part
+
+
+def _is_packed(value: torch.Tensor) -> bool:
+    """Whether a value is contiguous; not where one of its open sizes would have to be 1 for that."""
+    expected: Any = 1
+    for size, step in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not _is_same(size, 1):
+            if not _is_same(step, expected):
+                return False
+            expected = expected * size
+    return True
 
 
 def _resize(node: Node, rows: _Rows) -> None:
@@ -338,14 +349,16 @@ def _resize(node: Node, rows: _Rows) -> None:
         node.kwargs = {name: False if name == "is_causal" else value for name, value in node.kwargs.items()}
 
 
-def narrow_all(regions: Sequence[Region], _room: CopyRoom) -> list[list[ChangedRegion]]:
-    """Return narrowed copies of all regions: with queries, then without; none where all rows are read.
+def narrow_all(regions: Sequence[Region], _room: CopyRoom) -> Iterator[list[ChangedRegion]]:
+    """Yield narrowed copies of all regions: with queries, then without; none where all rows are read.
 
     A kernel may rotate queries in one launch with keys, which all tokens need: then queries are computed in full, and only the
     ops after attention are narrowed.
     """
-    ways = [[narrow_rows(region, with_queries=with_queries) for region in regions] for with_queries in (True, False)]
-    return [changed for changed in ways if any(one.changed or one.refusals for one in changed)]
+    for with_queries in (True, False):
+        changed = [narrow_rows(region, with_queries=with_queries) for region in regions]
+        if any(one.changed or one.refusals for one in changed):
+            yield changed
 
 
 NARROW_ROWS = LayoutRewrite(id="narrow-rows", title="narrowed rows", change=narrow_all, suffix="rows")

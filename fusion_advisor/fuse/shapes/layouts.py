@@ -43,7 +43,7 @@ def changed_region(opened: OpenCapture, rewrite: LayoutRewrite) -> Region | None
     environment = opened.environment
     assumed = None if environment is None else symbolic_sizes.assumption_count(environment)
     with symbolic_sizes.ones_among_the_sizes():  # as in the trace: else each op of fewer rows asks whether a size is 1
-        ways = [changed for (changed,) in rewrite.change([opened.region], CopyRoom()) if changed.changed]
+        changed = next((one for (one,) in rewrite.change([opened.region], CopyRoom()) if one.changed), None)
     if environment is not None and symbolic_sizes.assumption_count(environment) != assumed:
         raise LooksAtSizes(rewrite.id)
-    return ways[0].region if ways else None
+    return None if changed is None else changed.region
