@@ -6,18 +6,25 @@ Chains are found on the changed graph. The change is therefore timed ahead of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from fusion_advisor import units
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes
+from fusion_advisor.fuse.decide.session import Bench, step_of
+from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES
 from fusion_advisor.fuse.points.decide import RangeWork, text_of
 from fusion_advisor.fuse.rewrite.record import LayoutRewrite
 from fusion_advisor.fuse.shapes.layouts import changed_region
 from fusion_advisor.fuse.shapes.time_calls import time_calls
 from fusion_advisor.records import Timing
+from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.wall_timer import as_timing
 
+_ROUNDS = 20
 _TIMED = "time a change of layouts"
 
 
@@ -48,8 +55,12 @@ def choose_layouts(work: RangeWork, opened: OpenCapture, points: Sequence[Sizes]
 
 
 def _may_be_tried(work: RangeWork, rewrite: LayoutRewrite) -> bool:
-    """Whether a change may be tried that the example call does not have: with --quick not what that call can tell as well."""
-    is_known = work.options.effort == "quick" and rewrite.serves_other_shapes
+    """Whether a change may be tried that the example call does not have.
+
+    Where --quick is to spare time, that call's answer is taken for linears to merge. A CUDA graph has its own: no other call
+    is as little held up by the host.
+    """
+    is_known = work.options.effort == "quick" and rewrite.serves_other_shapes and not work.ranged.may_record
     is_exact = work.options.exact  # GEMMs of other sizes add in another order
     return work.options.wants(rewrite.id) and not is_known and not is_exact
 
@@ -69,8 +80,26 @@ def _pays(work: RangeWork, opened: OpenCapture, region: Region, points: Sequence
 
 
 def _times(work: RangeWork, opened: OpenCapture, region: Region, sizes: Sizes, *, budget_s: float) -> list[Timing]:
+    """Time the graph without and with a change, in the way in which calls run it: in CUDA graphs, or launch by launch."""
     given, written = work.graph_call(opened, sizes)
-    return time_calls(
-        [opened.region.graph.forward, region.graph.forward], given, {}, work.instruments, on_cuda=work.on_cuda, written=written,
-        budget_s=budget_s,
+    measured = work.instruments
+    if not work.ranged.may_record:
+        ways = [opened.region.graph.forward, region.graph.forward]
+        return time_calls(ways, given, {}, measured, on_cuda=work.on_cuda, written=written, budget_s=budget_s)
+    graphs = (opened, replace(opened, live=replace(opened.live, regions=[region])))
+    benches = [
+        Bench(
+            at_one_size(one, given, written), on_cuda=work.on_cuda, timer=measured.timer, rest=measured.rest,
+            record=measured.record,
+        )
+        for one in graphs
+    ]  # fmt: skip
+    runner = StepRunner(benches[0])
+    calls = runner.recorded([step_of(bench, (), ()).run for bench in benches])
+    times = interleaving.interleave(
+        calls, rounds=_ROUNDS, budget_s=budget_s, rest=runner.rest(calls), on_cuda=runner.on_cuda, before=runner.rewind,
+        timer=runner.timer,
     )  # fmt: skip
+    del calls
+    runner.forget()
+    return [as_timing(side, runner.method) for side in times]

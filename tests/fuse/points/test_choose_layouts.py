@@ -68,13 +68,14 @@ class OfRows(WallTimer):
         return self.row_ns * seen.rows + self.op_ns * seen.ops
 
 
-def work_on(row_ns=1000, op_ns=10, kept=(), maker=LastToken, **given):
+def work_on(row_ns=1000, op_ns=10, kept=(), maker=LastToken, in_graph=False, **given):
     """The work on the ranges of a model's batch and length, by a planted clock."""
     torch.compiler.reset()
     model, args = maker().eval(), (torch.randn(5, 7, 32),)
     loaded = describe_live(model, (), {"hidden_states": args[0]})
     options = options_for("batch=2..8,seq=2..64", **{"keep": "paying", **given})
     (call,) = check_ranges(loaded, options)
+    call = replace(call, name="" if in_graph else "decode")
     return RangeWork(
         loaded=loaded, options=options, ranged=call, bandwidth=BANDWIDTH, progress=Noting(), limit=TimeLimit(),
         instruments=replace(MEASURED, timer=OfRows(row_ns, op_ns)), original=module_call.original_call(model),
@@ -97,8 +98,9 @@ def rows_of_linears(opened):
     return [node.meta["val"].shape[1] for node in opened.region.graph.graph.nodes if node.target is LINEAR]
 
 
-def test_rows_that_nobody_reads_go_where_that_pays_over_all_points():
-    found, opened, progress = chosen()
+@pytest.mark.parametrize("in_graph", [False, True], ids=["launch by launch", "in graphs"])
+def test_rows_that_nobody_reads_go_where_that_pays_over_all_points(in_graph):
+    found, opened, progress = chosen(in_graph=in_graph)
     assert found == ["narrow-rows"] and rows_of_linears(opened) == [1, 1, 1]
     assert progress.count("narrowed rows, as captured") == 1 and progress.notes[-1].endswith("kept")
     model = LastToken().eval()
@@ -149,8 +151,8 @@ def same(regions, room):
 
 @pytest.mark.parametrize(
     ("given", "is_merged"),
-    [({}, False), ({"kept": ("merge-gemms",)}, True), ({"effort": "usual"}, True)],
-    ids=["quick", "as the example", "usual"],
+    [({}, False), ({"kept": ("merge-gemms",)}, True), ({"effort": "usual"}, True), ({"in_graph": True}, True)],
+    ids=["quick", "as the example", "usual", "in graphs"],
 )
 def test_with_quick_the_example_says_which_linears_are_merged(monkeypatch, given, is_merged):
     monkeypatch.setitem(registry.LAYOUT_CHANGES, "merge-gemms", replace(registry.MERGE_GEMMS, change=same))
