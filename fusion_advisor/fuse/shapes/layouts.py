@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
@@ -40,10 +41,16 @@ def changed_region(opened: OpenCapture, rewrite: LayoutRewrite) -> Region | None
     Raises:
         LooksAtSizes: it asked dynamo for the number that stands for an open size; this graph must not be used any more.
     """
-    environment = opened.environment
-    assumed = None if environment is None else symbolic_sizes.assumption_count(environment)
+    before = _assumed(opened)
     with symbolic_sizes.ones_among_the_sizes():  # as in the trace: else each op of fewer rows asks whether a size is 1
         changed = next((one for (one,) in rewrite.change([opened.region], CopyRoom()) if one.changed), None)
-    if environment is not None and symbolic_sizes.assumption_count(environment) != assumed:
+    # A graph that was read from a file does not know yet what its trace took for granted.
+    if not _assumed(opened) - before <= set(opened.guards):
         raise LooksAtSizes(rewrite.id)
     return None if changed is None else changed.region
+
+
+def _assumed(opened: OpenCapture) -> set[Any]:
+    """Return what dynamo takes for granted of the sizes: guards, and symbols that it has replaced."""
+    environment = opened.environment
+    return set() if environment is None else {*symbolic_sizes.guards_of(environment), *environment.replacements}
