@@ -214,7 +214,7 @@ def checked(work: RangeWork, workpiece: Workpiece, one: Decided, given: Sequence
         written: what that call writes to.
     """
     region = at_one_size(workpiece.captured, given, written).regions[0]
-    check = check_region(region, _module_at(workpiece, one.served).forward)
+    check = check_region(region, module_at(workpiece, one.served).forward)
     one = replace(one, row=replace(one.row, rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2))
     if not check.is_passed:
         return one.refused(f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}")
@@ -256,14 +256,20 @@ def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:
     """
     if one.row.reason or not work.options.is_timed:
         return one
-    eager, ours = _times(work, workpiece.opened, _module_at(workpiece, one.served), one.served.sizes)
+    eager, ours = _times(work, workpiece.opened, module_at(workpiece, one.served), one.served.sizes)
     one = replace(one, row=replace(one.row, eager=eager, ours=ours))
     if ours.ci_low_ns <= eager.ci_high_ns:
         return one
     return one.refused(f"the original ops take {units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}")
 
 
-def _module_at(workpiece: Workpiece, served: Served) -> torch.fx.GraphModule:
+def module_at(workpiece: Workpiece, served: Served) -> torch.fx.GraphModule:
+    """Return the graph that runs at a point itself.
+
+    Args:
+        workpiece: the piece.
+        served: what runs near the point.
+    """
     return served.graph_at(tuple(served.sizes[name] for name in workpiece.names))
 
 
