@@ -31,4 +31,4 @@ def drop_whole_slices(graph_module: GraphModule) -> None:
 
 def _takes_all(node: Node) -> bool:
     given = dict(zip(("dim", "begin", "end", "step"), node.args[1:], strict=False))
-    return given.get("begin") in (None, 0) and given.get("end") in (None, _END) and given.get("step", 1) == 1
+    return given.get("begin") in (None, 0) and given.get("end") in (None, _END) and given.get("step") in (None, 1)
