@@ -266,11 +266,12 @@ def exact(loaded: LoadedWorkload, fused: FusedModel, calls: Sequence[Call], seco
             made_s = time.perf_counter() - started
             taken = timed(run, put_back)
             fallbacks = dict(own.fallbacks)
+        before = sum(fused.fallbacks.values())
         with fused:
             ours = timed(run, put_back)
         yield {
             "what": "call", "call": call.name, "sizes": call.sizes, "exact_s": taken, "ours_s": ours, "apply_s": made_s,
-            "fallbacks": fallbacks,
+            "fallbacks": fallbacks, "ours_fallbacks": sum(fused.fallbacks.values()) - before,
         }  # fmt: skip
 
 

@@ -156,6 +156,42 @@ def test_a_saved_plan_serves_its_ranges_in_another_model(saved):
     assert "_compiled_call_impl" not in model.__dict__
 
 
+def test_a_saved_plan_computes_only_the_rows_that_are_read_at_every_size(tmp_path):
+    def classifier():
+        from transformers import BertForSequenceClassification
+
+        torch.manual_seed(0)
+        encoder, kwargs = bert()
+        return BertForSequenceClassification(encoder.config).eval(), kwargs
+
+    model, kwargs = classifier()
+    original = model._call_impl
+    with served(model, kwargs, "batch=2..4,seq=2..8", run_dir=tmp_path, effort="quick") as fused:
+        assert [piece.layouts for piece in fused.report.shapes.pieces] == [("narrow-rows",)]
+        assert errors_at_random(fused, original, kwargs, at_least_two, 20) < 2e-6
+        assert fused.fallbacks == {}
+    model, kwargs = classifier()
+    original = model._call_impl
+    with fa.apply(model, kwargs, plan=fa.load_plan(tmp_path)) as fused:
+        assert fused.started == "The plan started without a trace."
+        assert errors_at_random(fused, original, kwargs, at_least_two, 20) < 2e-6
+        assert fused.fallbacks == {}
+        (piece,) = fused.shapes[0].pieces
+        assert all(rows_of_the_last_linears(point.module) == [1, 1] for point in piece.points)
+
+
+def at_least_two(generator, kwargs):
+    batch, length = generator.randint(2, 4), generator.randint(2, 8)
+    mask = (torch.arange(length) < torch.randint(1, length + 1, (batch, 1))).long()
+    return {**kwargs, "input_ids": torch.randint(1, 200, (batch, length)), "attention_mask": mask}
+
+
+def rows_of_the_last_linears(module):
+    """Rows of the products of the last MLP: the classifier and the pooler come after it, on a matrix."""
+    linears = [node.meta["val"].shape for node in module.graph.nodes if node.target is torch.ops.aten.linear.default]
+    return [shape[-2] for shape in linears if len(shape) == 3][-2:]
+
+
 @pytest.mark.parametrize("seconds", [None, 0.0], ids=["in time", "out of time"])
 def test_a_saved_plan_of_a_quick_run_serves_what_was_carried_over_and_what_was_not_reached(tmp_path, seconds):
     model, kwargs = tiny.gpt2()

@@ -18,6 +18,7 @@ from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run, capture_regions
 from fusion_advisor.capture.layout_trial import drop_layouts
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes, put_input_numbers_in
+from fusion_advisor.capture.sizes.whole_slices import drop_whole_slices
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
 from fusion_advisor.runtime.torch_internals import dynamo, symbolic_sizes
@@ -63,6 +64,10 @@ class OpenCapture:
     def region(self) -> Region:
         """The one region."""
         return self.live.regions[0]
+
+    def as_captured(self) -> OpenCapture:
+        """Return the same with the graph as it is now, whatever takes its place here."""
+        return replace(self, live=replace(self.live, regions=[*self.live.regions]))
 
     def symbols(self, sizes: Sizes) -> dict[Any, int]:
         """Return the size of each of dynamo's symbols."""
@@ -196,6 +201,8 @@ def capture_open(
             raise
         raise OneSizeOnly(why) from error
     drop_layouts(live)  # nobody times what they change, and a piece of one size has the ops that a piece of open sizes has
+    for region in live.regions:
+        drop_whole_slices(region.graph)
     if not live.is_whole():
         raise OneSizeOnly(f"the call is {len(live.in_order())} graphs, and its Python between them may look at sizes")
     others = [name for name in live.written.tensors if name not in tensors]
@@ -216,6 +223,7 @@ def opened_by_dynamo(region: Region) -> OpenCapture:
     """
     live = LiveCapture(regions=[region], runs=[Run(0, tuple(region.example_args))])
     drop_layouts(live)
+    drop_whole_slices(region.graph)
     values = [node.meta.get("val") for node in region.graph.graph.nodes if node.op == "placeholder"]
     sizes: dict[str, int] = {}
     names: dict[Any, str] = {}

@@ -6,6 +6,9 @@ From each ``select`` and ``slice`` we go up through ops that compute each row by
 and attention for its queries. Where all that reads a value wants the same rows of it, only those are computed; where
 somebody else reads it too (keys and values need all tokens) a slice of it is taken. Every row is made of what it was made of
 before.
+
+Sizes may be open (``--shapes``): they are compared as expressions, because dynamo takes for granted what is asked of their
+values. The last token of a prompt of any length is then the row that lies 1 before the end.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -23,7 +26,7 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
 from fusion_advisor.records.op_facts import PLAIN_VIEWS, PRODUCTS
-from fusion_advisor.runtime.torch_internals import fake_mode
+from fusion_advisor.runtime.torch_internals import fake_mode, symbolic_sizes
 
 _ATEN = torch.ops.aten
 _SELECT, _SLICE = _ATEN.select.int, _ATEN.slice.Tensor
@@ -41,17 +44,29 @@ _LIKE_POINTWISE = (
 _NORMS = (_ATEN.layer_norm.default, _ATEN.rms_norm.default)
 _PRODUCTS: Mapping[object, int] = {getattr(_ATEN, name).default: place for name, place in PRODUCTS.items()}
 """Place of the left matrix."""
+_END = 2**63 - 1
+"""Where torch ends a slice without an end."""
 _ATTENTION_ARGS = ("attn_mask", "dropout_p", "is_causal")
 """Behind query, key and value."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Part of a value: ``begin`` to ``end`` along a dim."""
+    """Part of a value: ``begin`` to ``end`` along a dim. Both count from the end of an open size where ``begin`` is negative."""
 
     dim: int
     begin: int
     end: int
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.end - self.begin
+
+    @property
+    def stop(self) -> int:
+        """Where a slice of them ends: the last one has no negative number behind it."""
+        return _END if self.begin < 0 and not self.end else self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +146,14 @@ def _begins(node: Node, read: _Rows) -> bool:
 
 def _read(node: Node) -> _Rows | None:
     """The rows that a ``select`` or a ``slice`` takes of what it reads; None for any other op, and where it takes all."""
-    if node.target not in (_SELECT, _SLICE) or node.kwargs or not _is_static(node):
+    if node.target not in (_SELECT, _SLICE) or node.kwargs or not _is_of_tensors(node):
         return None
     source, *where = node.args
     assert isinstance(source, Node)
     shape = source.meta["val"].shape
     dim = _int(where[0]) % len(shape) if where else 0
+    if symbolic_sizes.is_size(shape[dim]):
+        return _of_open_size(node, dim, *where[1:])
     if node.target is _SELECT:
         begin = _int(where[1]) % shape[dim]
         span = range(begin, begin + 1)
@@ -148,17 +165,27 @@ def _read(node: Node) -> _Rows | None:
     return _Rows(dim, span.start, span.stop)
 
 
-def _is_static(node: Node) -> bool:
-    """Whether an op's operands are tensors of known sizes, and its other arguments plain values."""
-    values = [source.meta.get("val") for source in node.all_input_nodes]
-    return all(
-        isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape) for value in values
-    ) and isinstance(node.meta.get("val"), torch.Tensor)
+def _of_open_size(node: Node, dim: int, begin: Any = None, _end: Any = None, step: Any = None) -> _Rows | None:
+    """Return the rows that are taken of an open size; None where their number depends on it."""
+    begin, count = _int(begin or 0), 1 if node.target is _SELECT else node.meta["val"].shape[dim]
+    if step not in (None, 1) or not isinstance(count, int) or count < 1 or begin < 0 < begin + count:
+        return None
+    return _Rows(dim, begin, begin + count)
+
+
+def _is_of_tensors(node: Node) -> bool:
+    """Whether an op reads tensors alone, and makes one. The shape that a view gives may have open sizes."""
+    sources = node.all_input_nodes[:1] if node.target in _VIEWS else node.all_input_nodes
+    return all(isinstance(one.meta.get("val"), torch.Tensor) for one in (*sources, node))
+
+
+def _is_same(size: Any, other: Any) -> bool:
+    return bool(symbolic_sizes.expression_of(size) == symbolic_sizes.expression_of(other))
 
 
 def _needs(node: Node, rows: _Rows) -> list[tuple[Node, _Rows]] | None:
     """Return which rows of its operands an op needs for those rows of its result; None where it mixes rows."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.all_input_nodes or not _is_static(node):
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.all_input_nodes or not _is_of_tensors(node):
         return None
     if node.target is _ATTENTION:
         return _of_queries(node, rows)
@@ -186,7 +213,8 @@ def _dim_before(node: Node, dim: int) -> int | None:
         return dim if dim < count - len(_ints(at)) else None
     if target in _VIEWS:
         outside = math.prod(after[:dim])
-        return next((n for n, size in enumerate(before) if size == after[dim] and math.prod(before[:n]) == outside), None)
+        places = (n for n, size in enumerate(before) if _is_same(size, after[dim]))
+        return next((n for n in places if _is_same(math.prod(before[:n]), outside)), None)
     if target in (_SLICE, _ATEN.cat.default, _ATEN.softmax.int):
         return dim if _int(at) % count != dim else None
     if target is _ATEN.mean.dim:
@@ -226,7 +254,8 @@ def _of_product(node: Node, rows: _Rows) -> list[tuple[Node, _Rows]] | None:
     if rows.dim == node.meta["val"].ndim - 1 or not isinstance(left, Node) or list(node.args).count(left) > 1:
         return None
     added = node.args[0]
-    has_rows = place == 1 and isinstance(added, Node) and added.meta["val"].ndim == 2 and added.meta["val"].shape[0] > 1
+    is_matrix = place == 1 and isinstance(added, Node) and added.meta["val"].ndim == 2
+    has_rows = is_matrix and isinstance(added, Node) and not _is_same(added.meta["val"].shape[0], 1)
     return [(left, rows), *([(added, rows)] if has_rows and isinstance(added, Node) else [])]
 
 
@@ -235,8 +264,8 @@ def _broadcast(node: Node, rows: _Rows) -> Iterator[tuple[Node, _Rows]]:
     for source in node.all_input_nodes:
         value = source.meta["val"]
         at = rows.dim - (len(shape) - value.ndim)
-        if at >= 0 and value.shape[at] == shape[rows.dim]:
-            yield source, _Rows(at, rows.begin, rows.end)
+        if at >= 0 and _is_same(value.shape[at], shape[rows.dim]):
+            yield source, replace(rows, dim=at)
 
 
 def _of_queries(node: Node, rows: _Rows) -> list[tuple[Node, _Rows]] | None:
@@ -248,10 +277,11 @@ def _of_queries(node: Node, rows: _Rows) -> list[tuple[Node, _Rows]] | None:
     is_read_twice = query in (key, others[0], mask)
     if rows.dim != query.meta["val"].ndim - 2 or given.get("dropout_p") or is_read_twice:
         return None
-    if given.get("is_causal") and not (rows.end == count == keys and rows.begin == count - 1):
+    is_last = rows.count == 1 and (rows.end == 0 if symbolic_sizes.is_size(count) else rows.end == count)
+    if given.get("is_causal") and not (is_last and _is_same(count, keys)):
         return None
     over: Sequence[int] = mask.meta["val"].shape if isinstance(mask, Node) else ()
-    has_rows = len(over) >= 2 and over[-2] != 1
+    has_rows = len(over) >= 2 and not _is_same(over[-2], 1)
     return [(query, rows), *([(mask, replace(rows, dim=len(over) - 2))] if has_rows and isinstance(mask, Node) else [])]
 
 
@@ -266,7 +296,7 @@ def _narrow(region: Region, plan: _Plan) -> None:
                     node.replace_input_with(source, _part(node, source, part))
             _resize(node, rows)
         elif (rows := plan.starts.get(node)) is not None:
-            where = (0,) if node.target is _SELECT else (0, rows.end - rows.begin)
+            where = (0,) if node.target is _SELECT else (0, rows.count)
             node.args = (node.args[0], rows.dim, *where)
         elif node.op != "call_function" or dirty.isdisjoint(node.all_input_nodes):
             continue
@@ -289,33 +319,46 @@ def _part(node: Node, source: Node, rows: _Rows) -> Node:
     graph, value = node.graph, source.meta["val"]
     origin: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
     with graph.inserting_before(node):
-        part = graph.call_function(_SLICE, (source, rows.dim, rows.begin, rows.end))
-        part.meta = {**origin, "val": value.narrow(rows.dim, rows.begin, rows.end - rows.begin)}
-        if node.target in _PRODUCTS and not part.meta["val"].is_contiguous():
+        part = graph.call_function(_SLICE, (source, rows.dim, rows.begin, rows.stop))
+        part.meta = {**origin, "val": _SLICE(value, rows.dim, rows.begin, rows.stop)}
+        if node.target in _PRODUCTS and not _is_packed(part.meta["val"]):
             copy = graph.call_function(_ATEN.clone.default, (part,), {"memory_format": torch.contiguous_format})
             copy.meta = {**origin, "val": part.meta["val"].clone(memory_format=torch.contiguous_format)}
             return copy
     return part
 
 
+def _is_packed(value: torch.Tensor) -> bool:
+    """Whether a value is contiguous; not where one of its open sizes would have to be 1 for that."""
+    expected: Any = 1
+    for size, step in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not _is_same(size, 1):
+            if not _is_same(step, expected):
+                return False
+            expected = expected * size
+    return True
+
+
 def _resize(node: Node, rows: _Rows) -> None:
     if node.target in _VIEWS:
-        shape = _ints(node.args[1])
-        shape[rows.dim] = rows.end - rows.begin
+        shape = list(cast("Sequence[Any]", node.args[1]))
+        shape[rows.dim] = rows.count
         node.args = (node.args[0], shape)
     elif node.target is _ATTENTION:
         node.args = tuple(False if place == 5 else value for place, value in enumerate(node.args))
         node.kwargs = {name: False if name == "is_causal" else value for name, value in node.kwargs.items()}
 
 
-def narrow_all(regions: Sequence[Region], _room: CopyRoom) -> list[list[ChangedRegion]]:
-    """Return narrowed copies of all regions: with queries, then without; none where all rows are read.
+def narrow_all(regions: Sequence[Region], _room: CopyRoom) -> Iterator[list[ChangedRegion]]:
+    """Yield narrowed copies of all regions: with queries, then without; none where all rows are read.
 
     A kernel may rotate queries in one launch with keys, which all tokens need: then queries are computed in full, and only the
     ops after attention are narrowed.
     """
-    ways = [[narrow_rows(region, with_queries=with_queries) for region in regions] for with_queries in (True, False)]
-    return [changed for changed in ways if any(one.changed or one.refusals for one in changed)]
+    for with_queries in (True, False):
+        changed = [narrow_rows(region, with_queries=with_queries) for region in regions]
+        if any(one.changed or one.refusals for one in changed):
+            yield changed
 
 
 NARROW_ROWS = LayoutRewrite(id="narrow-rows", title="narrowed rows", change=narrow_all, suffix="rows")

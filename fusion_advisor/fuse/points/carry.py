@@ -1,25 +1,30 @@
 """A further point of a piece takes over what was decided at another: its kernels are checked at its own sizes, and it is timed.
 
-What rewrites there are, and which of them pay, is not found out again. What depends on the sizes is: each kernel's numbers on the
+What kernels there are, and which of them pay, is not found out again. What depends on the sizes is: each kernel's numbers on the
 site's own tensors and on random ones, its masked edges and the memory behind its outputs, the whole graph against fp64, and the
-time of the call against the original one.
+time of the call against the original one. At the largest sizes graph passes are tried that did not pay at the other point: KV
+heads that are copied for every query head cost nothing in a short cache, and most of a step in a long one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import Sizes
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
+from fusion_advisor.fuse.passes.attention import DROP_MASKS
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.points.decide import Decided, RangeWork, checked, text_of, timed
+from fusion_advisor.fuse.points.decide import Decided, RangeWork, checked, module_at, text_of, timed
+from fusion_advisor.fuse.points.time_graphs import time_graphs
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.fuse.shapes.sized_fusion import Point, Workpiece
+from fusion_advisor.fuse.shapes.sized_fusion import Point, Workpiece, build, finished
 from fusion_advisor.ir.sized_program import NoOneProgram
 from fusion_advisor.records import Numerics
 from fusion_advisor.verify import check_chain
@@ -27,7 +32,7 @@ from fusion_advisor.verify.known.passed_checks import CheckedSite, PassedChecks
 from fusion_advisor.verify.subgraph_oracle import original_chain
 
 
-def carried(work: RangeWork, workpiece: Workpiece, from_: Decided, sizes: Sizes) -> Decided:
+def carried(work: RangeWork, workpiece: Workpiece, from_: Decided, sizes: Sizes, *, tries_passes: bool = False) -> Decided:
     """Return what becomes of a point that takes over another's rewrites.
 
     Args:
@@ -35,6 +40,10 @@ def carried(work: RangeWork, workpiece: Workpiece, from_: Decided, sizes: Sizes)
         workpiece: the piece.
         from_: the other point, where rewrites stay.
         sizes: of this point.
+        tries_passes: try graph passes that the other point has not.
+
+    Raises:
+        LooksAtSizes: a graph pass took one size for all.
     """
     work.progress.note(f"at {text_of(sizes)}, with what stays at {text_of(from_.served.sizes)}")
     row = replace(
@@ -49,7 +58,45 @@ def carried(work: RangeWork, workpiece: Workpiece, from_: Decided, sizes: Sizes)
     written.restore()
     if wrong:
         return one.refused(wrong)
-    return timed(work, workpiece, checked(work, workpiece, one, live.regions[0]))
+    if tries_passes and work.options.is_timed and not work.options.exact:
+        one = with_more_passes(work, workpiece, one, live, given)
+    return timed(work, workpiece, checked(work, workpiece, one, given, written))
+
+
+def with_more_passes(
+    work: RangeWork, workpiece: Workpiece, one: Decided, live: LiveCapture, given: tuple[Any, ...]
+) -> Decided:  # fmt: skip
+    """Add graph passes that make a point's rewritten graph faster.
+
+    Args:
+        work: on the piece's call.
+        workpiece: the piece.
+        one: the point, with what it has.
+        live: the piece's graph at its sizes.
+        given: what that graph is called with.
+
+    Raises:
+        LooksAtSizes: a pass took one size for all.
+    """
+    options, sizes = work.options, one.served.sizes
+    open_to_all = [
+        name for name, rewrite in PASSES.items()
+        if options.wants(name) and name not in work.refused and (options.freeze or not rewrite.needs_freeze)
+    ]  # fmt: skip
+    changed = Bench(live, on_cuda=work.on_cuda).with_passes(open_to_all).changed
+    for name in open_to_all:
+        if not changed[name] or name in one.row.passes:
+            continue
+        passes = tuple(other for other in PASSES if other in (*one.row.passes, name))
+        module = build(workpiece, one.fusions, passes)
+        served = finished(workpiece, module, sizes, with_flags=DROP_MASKS.id in passes)
+        ways = [module_at(workpiece, either).forward for either in (one.served, served)]
+        before, after = time_graphs(work, workpiece.opened, ways, given, live.written, budget_s=work.budget_s / 2)
+        if after.ci_high_ns < before.ci_low_ns * (1 - options.min_gain):
+            work.progress.note(f"{PASSES[name].title} at {text_of(sizes)} as well")
+            row = replace(one.row, passes=passes, rewrites=(*one.row.rewrites, name))
+            one = replace(one, served=served, row=row, is_right_elsewhere=False)
+    return one
 
 
 def wrong_kernel(

@@ -200,19 +200,21 @@ def decided(
     )
     written.restore()
     one = Decided(served=served, row=row, fusions=tuple(fusions))
-    return timed(work, workpiece, checked(work, workpiece, one, found.region))
+    return timed(work, workpiece, checked(work, workpiece, one, given, written))
 
 
-def checked(work: RangeWork, workpiece: Workpiece, one: Decided, region: Any) -> Decided:
+def checked(work: RangeWork, workpiece: Workpiece, one: Decided, given: Sequence[Any], written: Written) -> Decided:
     """Check what runs near a point against fp64, at the point and at moderate sizes of the piece.
 
     Args:
         work: on the piece's call.
         workpiece: the piece.
         one: the point, with rewrites.
-        region: the piece's graph at the sizes of the point.
+        given: what the piece's graph is called with there.
+        written: what that call writes to.
     """
-    check = check_region(region, _module_at(workpiece, one.served).forward)
+    region = at_one_size(workpiece.captured, given, written).regions[0]
+    check = check_region(region, module_at(workpiece, one.served).forward)
     one = replace(one, row=replace(one.row, rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2))
     if not check.is_passed:
         return one.refused(f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}")
@@ -238,7 +240,7 @@ def wrong_elsewhere(work: RangeWork, workpiece: Workpiece, served: Served) -> st
     if other == served.sizes or prod(other.values()) > max(prod(served.sizes.values()), MOST_ELEMENTS["cpu"]):
         return None
     given, written = work.graph_call(workpiece.opened, other)
-    check = check_region(at_one_size(workpiece.opened, given, written).regions[0], served.graph_at(point).forward)
+    check = check_region(at_one_size(workpiece.captured, given, written).regions[0], served.graph_at(point).forward)
     written.restore()
     error = f"relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
     return "" if check.is_passed else f"all rewrites together, at {text_of(other)}: {error}"
@@ -254,14 +256,20 @@ def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:
     """
     if one.row.reason or not work.options.is_timed:
         return one
-    eager, ours = _times(work, workpiece.opened, _module_at(workpiece, one.served), one.served.sizes)
+    eager, ours = _times(work, workpiece.opened, module_at(workpiece, one.served), one.served.sizes)
     one = replace(one, row=replace(one.row, eager=eager, ours=ours))
     if ours.ci_low_ns <= eager.ci_high_ns:
         return one
     return one.refused(f"the original ops take {units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}")
 
 
-def _module_at(workpiece: Workpiece, served: Served) -> torch.fx.GraphModule:
+def module_at(workpiece: Workpiece, served: Served) -> torch.fx.GraphModule:
+    """Return the graph that runs at a point itself.
+
+    Args:
+        workpiece: the piece.
+        served: what runs near the point.
+    """
     return served.graph_at(tuple(served.sizes[name] for name in workpiece.names))
 
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.fuse.live.padding_trial import tried_padding
+from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.points.carry import carried
+from fusion_advisor.fuse.points.choose_layouts import choose_layouts
 from fusion_advisor.fuse.points.decide import MOST_ELEMENTS, Decided, RangeWork, decided, not_decided
 from fusion_advisor.fuse.points.time_limit import OutOfTime
-from fusion_advisor.fuse.shapes.layouts import change_layouts
 from fusion_advisor.fuse.shapes.pieces import Piece, points_of
 from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes, prove_sizes
-from fusion_advisor.fuse.shapes.ranged_calls import with_room
+from fusion_advisor.fuse.shapes.ranged_calls import ROOM, with_room
 from fusion_advisor.fuse.shapes.serve import ServedPiece, serving
 from fusion_advisor.fuse.shapes.show_padding import ShownPadding
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece
@@ -60,16 +61,22 @@ class PiecePoints:
         work.starts[self.piece.box] = piece_of(work.loaded.model, opened, work.ranged.name, self.piece.box)
         # Where no graph serves a call nothing is padded, whatever is proved.
         self._proved = prove_sizes(opened, self.piece.box) if work.may_pad else ProvedSizes() if work.pads else None
-        self._changes = change_layouts(opened, work.kept)
-        self._workpiece = Workpiece(self.piece, work.ahead)
-        self._found.clear()
-        self._kernels.clear()
+        captured = opened.as_captured()
+        try:
+            self._changes = choose_layouts(work, opened, self._points)
+        except LooksAtSizes as error:
+            work.refused.add(str(error))
+            self._open(work.capture(dict(opened.sizes)))
+        else:
+            self._workpiece = Workpiece(self.piece, work.ahead, captured=captured if self._changes else None)
+            self._found.clear()
+            self._kernels.clear()
 
     def decide(self) -> None:
-        """Decide all points, each in full, or but for the first as that one was."""
+        """Decide all points, each in full, or but for the first as that one was; large sizes, which take longest, come first."""
         started = self._work.limit.clock()
         first = self._first
-        for number in (first, *(one for one in range(len(self._points)) if one != first)):
+        for number in (first, *(one for one in reversed(range(len(self._points))) if one != first)):
             self._found[number] = self._at(number)
         self._spent_s += self._work.limit.clock() - started
 
@@ -88,8 +95,13 @@ class PiecePoints:
 
     @property
     def _first(self) -> int:
-        """The point that is decided in full: neither end, where there is one in between; else the larger sizes."""
-        return len(self._points) // 2
+        """The point that is decided in full, where an answer is wanted soon.
+
+        The largest sizes, where the device is the limit and not the host: what pays there by little is lost elsewhere. Where
+        tokens in a cache vary, attention takes most of the largest step, and one in between shows what the other ops cost.
+        """
+        is_of_cache = any(one.name in (CACHED, ROOM) for one in self.piece.box)
+        return len(self._points) // 2 if is_of_cache else len(self._points) - 1
 
     def _at(self, number: int) -> Decided:
         work, sizes = self._work, self._points[number]
@@ -100,8 +112,11 @@ class PiecePoints:
             return self._in_full(number, otherwise) if work.limit.has_room_for(_DECIDED) else otherwise
         if not work.limit.has_room_for(_CARRIED):
             return otherwise
-        with work.limit.spent_on(_CARRIED):
-            return carried(work, self._workpiece, first, sizes)
+        try:
+            with work.limit.spent_on(_CARRIED):
+                return carried(work, self._workpiece, first, sizes, tries_passes=number == len(self._points) - 1)
+        except LooksAtSizes as error:
+            return self._again_without(error, number)
 
     def _in_full(self, number: int, otherwise: Decided) -> Decided:
         """Decide a point; return ``otherwise`` where the time ends before it is."""
@@ -112,12 +127,16 @@ class PiecePoints:
         except OutOfTime:
             return otherwise
         except LooksAtSizes as error:
-            work.refused.add(str(error))
-            before = [one for one in self._found if one != number]
-            self._open(work.capture(dict(self._opened.sizes)))
-            for other in before:  # on a graph of which the pass has not asked for a number
-                self._found[other] = self._at(other)
-            return self._at(number)
+            return self._again_without(error, number)
+
+    def _again_without(self, error: LooksAtSizes, number: int) -> Decided:
+        """Return a point, and decide those before it again, on a graph of which a pass has not asked for a number."""
+        self._work.refused.add(str(error))
+        before = [one for one in self._found if one != number]
+        self._open(self._work.capture(dict(self._opened.sizes)))
+        for other in before:
+            self._found[other] = self._at(other)
+        return self._at(number)
 
     @property
     def in_order(self) -> Sequence[Decided]:

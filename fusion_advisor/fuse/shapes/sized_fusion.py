@@ -47,18 +47,21 @@ class Workpiece:
 
     Attributes:
         names: of the dims that are open, in the order of sizes everywhere below.
+        captured: the graph before its layouts were changed: what it computes is compared with that.
     """
 
-    def __init__(self, piece: Piece, ahead: BuildAhead | None = None) -> None:
+    def __init__(self, piece: Piece, ahead: BuildAhead | None = None, captured: OpenCapture | None = None) -> None:
         """Look through a piece's graph.
 
         Args:
             piece: with a graph.
             ahead: compiles its kernels side by side.
+            captured: the graph before its layouts were changed; None: they were not.
         """
         assert piece.opened is not None
         self.piece = piece
         self.opened: OpenCapture = piece.opened
+        self.captured = captured or piece.opened
         places = self.opened.places()
         self.names = tuple(one.name for one in piece.box if one.name in places)
         self.fixed = {one.name: one.least for one in piece.box if one.name not in places}

@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.fuse.passes.slice_pushdown import narrow_rows
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
 BATCH, TOKENS, WIDTH = 3, 10, 16
 X = torch.randn(BATCH, TOKENS, WIDTH)
@@ -229,3 +231,57 @@ def test_whatever_comes_between_the_numbers_stay(seed):
         return y.select(dim, at) if at else y.narrow(dim, 0, 1)
 
     narrowed(Of(read), X)
+
+
+def narrowed_for_all_sizes(model):
+    """Narrow a model's graph with an open batch and length; compare it with the model at other sizes.
+
+    Returns:
+        The rows of each linear, in order; None for one that computes all rows.
+    """
+    torch.compiler.reset()
+    with torch.no_grad():
+        opened = capture_open(model.eval(), (X,), {}, {"args.0": ("batch", "tokens", "")})
+        assumed = symbolic_sizes.assumption_count(opened.environment)
+        with symbolic_sizes.ones_among_the_sizes():
+            graph = narrow_rows(opened.region).region.graph
+        assert symbolic_sizes.assumption_count(opened.environment) == assumed
+        inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        for batch, tokens in ((2, 2), (5, 31), (BATCH, TOKENS)):
+            x, sizes = torch.randn(batch, tokens, WIDTH), opened.symbols({"batch": batch, "tokens": tokens})
+            given = [
+                sizes[symbol] if (symbol := symbolic_sizes.symbol_of(value)) is not None
+                else x if isinstance(value, torch.Tensor) and value.dim() == X.dim() else example
+                for value, example in zip(inputs, opened.region.example_args, strict=True)
+            ]  # fmt: skip
+            ours, theirs = graph(*given), model(x)
+            torch.testing.assert_close(ours[0] if isinstance(ours, tuple | list) else ours, theirs, rtol=1e-5, atol=1e-6)
+    found = [node.meta["val"].shape[-2] for node in graph.graph.nodes if node.target is torch.ops.aten.linear.default]
+    return [rows if isinstance(rows, int) else None for rows in found]
+
+
+def seen_before(q, k, v):
+    tokens = q.shape[-2]
+    mask = torch.arange(tokens).view(-1, 1) >= torch.arange(tokens)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("attend", [functional.scaled_dot_product_attention, causal, seen_before])
+@pytest.mark.parametrize(
+    "read", [lambda y: y[:, -1], lambda y: y[:, -1:], lambda y: y[:, -1:, :] * 2], ids=["select", "slice", "and more"]
+)
+def test_the_last_row_of_an_open_size_is_computed_alone(read, attend):
+    assert narrowed_for_all_sizes(Layer(read, attend)) == [1, None, None, 1, 1, 1]
+
+
+def test_the_first_row_of_an_open_size_is_computed_alone():
+    for read in (lambda y: y[:, 0], lambda y: y[:, :1]):
+        assert narrowed_for_all_sizes(Layer(read)) == [1, None, None, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "read", [lambda y: y[:, -2:], lambda y: y[:, 1:], lambda y: y[:, ::2], lambda y: y[:, -1] + y.sum(1)],
+    ids=["as many as there are", "but one", "every other", "all of them too"],
+)  # fmt: skip
+def test_rows_whose_number_depends_on_an_open_size_are_all_computed(read):
+    assert narrowed_for_all_sizes(Layer(read)) == [None] * 6

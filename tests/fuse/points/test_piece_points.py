@@ -211,8 +211,8 @@ def test_points_that_the_time_does_not_reach_run_the_original_ops():
     with torch.no_grad():
         fused, found, _ = ranged(progress=Noting(clock, 3.0), limit=TimeLimit(10.0, clock), shapes="batch=2..512")
         small, middle, large = found.pieces[0].points
-        assert middle.reason == small.reason == "" and small.carried_from == middle.sizes
-        assert large.reason == "not decided: the 10 s for all ranges were over"
+        assert large.reason == middle.reason == "" and middle.carried_from == large.sizes
+        assert small.reason == "not decided: the 10 s for all ranges were over"
         assert all(is_right(fused, rows) for rows in (2, 17, 500))
     assert clock.now_s <= 5.0 + 10.0 + 3.0  # the last line tells how many points there are
 

@@ -1,0 +1,199 @@
+"""Changes of layouts in a piece: kept where they pay over its points, compared with the graph as it was captured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusion_advisor.codegen.cpp.backend import find_compiler
+from fusion_advisor.fuse.apply_shapes import check_ranges
+from fusion_advisor.fuse.decide.instruments import MEASURED
+from fusion_advisor.fuse.passes import registry
+from fusion_advisor.fuse.points.choose_layouts import choose_layouts
+from fusion_advisor.fuse.points.decide import RangeWork, decided
+from fusion_advisor.fuse.points.piece_points import PiecePoints
+from fusion_advisor.fuse.points.time_limit import TimeLimit
+from fusion_advisor.fuse.rewrite.region_copy import copy_of
+from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
+from fusion_advisor.runtime.torch_internals import module_call, symbolic_sizes
+from fusion_advisor.timing.host_timer import WallTimer
+from fusion_advisor.verify.known.passed_checks import PassedChecks
+from fusion_advisor.workload.load import describe_live
+from tests.fuse.points.test_piece_points import BANDWIDTH, Noting, options_for
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="kernels of a CPU need a C++ compiler: apt-get install g++")
+
+LINEAR = torch.ops.aten.linear.default
+
+
+class LastToken(torch.nn.Module):
+    """Two linears and a gate on every token, of which the last one is read; what is before them is returned whole."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.gate, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, hidden_states):
+        x = torch.nn.functional.silu(hidden_states) * 1.5
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))[:, -1:], x
+
+
+class Rows(TorchDispatchMode):
+    """Counts ops, and the rows that products compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = self.ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        self.ops += 1
+        self.rows += result.shape[0] if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default) else 0
+        return result
+
+
+class OfRows(WallTimer):
+    """A clock on which each row of a product and each op takes a planted time."""
+
+    def __init__(self, row_ns, op_ns):
+        self.row_ns, self.op_ns = row_ns, op_ns
+
+    def time_ns(self, call):
+        with Rows() as seen:
+            call()
+        return self.row_ns * seen.rows + self.op_ns * seen.ops
+
+
+def work_on(row_ns=1000, op_ns=10, kept=(), maker=LastToken, in_graph=False, **given):
+    """The work on the ranges of a model's batch and length, by a planted clock."""
+    torch.compiler.reset()
+    model, args = maker().eval(), (torch.randn(5, 7, 32),)
+    loaded = describe_live(model, (), {"hidden_states": args[0]})
+    options = options_for("batch=2..8,seq=2..64", **{"keep": "paying", **given})
+    (call,) = check_ranges(loaded, options)
+    call = replace(call, name="" if in_graph else "decode")
+    return RangeWork(
+        loaded=loaded, options=options, ranged=call, bandwidth=BANDWIDTH, progress=Noting(), limit=TimeLimit(),
+        instruments=replace(MEASURED, timer=OfRows(row_ns, op_ns)), original=module_call.original_call(model),
+        passed=PassedChecks(), kept=kept,
+    )  # fmt: skip
+
+
+def chosen(points=({"batch": 2, "seq": 2}, {"batch": 8, "seq": 64}), **given):
+    """What is chosen for the one piece of a model, the piece's graph and the lines of progress."""
+    work = work_on(**given)
+    with torch.no_grad():
+        opened = work.ranged.finder(work.capture).next().opened
+        captured = opened.as_captured()
+        found = choose_layouts(work, opened, points)
+        assert (opened.region is not captured.region) == bool(found)
+    return found, opened, work.progress
+
+
+def rows_of_linears(opened):
+    return [node.meta["val"].shape[1] for node in opened.region.graph.graph.nodes if node.target is LINEAR]
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["launch by launch", "in graphs"])
+def test_rows_that_nobody_reads_go_where_that_pays_over_all_points(in_graph):
+    found, opened, progress = chosen(in_graph=in_graph)
+    assert found == ["narrow-rows"] and rows_of_linears(opened) == [1, 1, 1]
+    assert progress.count("narrowed rows, as captured") == 1 and progress.notes[-1].endswith("kept")
+    model = LastToken().eval()
+    for batch, seq in ((2, 2), (3, 17), (8, 64)):
+        x = torch.randn(batch, seq, 32)
+        with torch.no_grad():
+            torch.testing.assert_close(opened.region.graph(*given_by(opened, x))[0], model(x)[0], rtol=1e-5, atol=1e-6)
+
+
+def given_by(opened, x):
+    """What a piece's graph is called with for an input: its sizes, and the parameters as they are."""
+    names = {symbol: x.shape[("batch", "seq").index(name)] for symbol, name in opened.names.items()}
+    inputs = [node for node in opened.region.graph.graph.nodes if node.op == "placeholder"]
+    sizes = [names.get(symbolic_sizes.symbol_of(node.meta["val"])) for node in inputs]
+    pairs = zip(sizes, opened.region.example_args, strict=True)
+    return [size or (x if example.dim() == 3 else example) for size, example in pairs]
+
+
+def test_they_stay_where_the_launches_of_the_change_cost_more():
+    found, opened, progress = chosen(row_ns=1, op_ns=100_000)
+    assert found == [] and progress.notes[-1].endswith("left out")
+    assert all(not isinstance(rows, int) for rows in rows_of_linears(opened))
+
+
+def test_a_small_loss_at_the_smallest_sizes_does_not_outweigh_a_gain_at_the_largest():
+    found, _, progress = chosen(row_ns=100, op_ns=300)
+    assert found == ["narrow-rows"]
+    assert " 0." in progress.notes[-1] and "at batch=2, seq=2" in progress.notes[-1]
+
+
+@pytest.mark.parametrize("given", [{"exact": True}, {"skip": ("narrow-*",)}], ids=["exact", "skip"])
+def test_what_may_change_bits_or_is_not_wanted_is_not_tried(given):
+    found, _, progress = chosen(**given)
+    assert found == [] and progress.count("narrowed rows") == 0
+
+
+def test_without_times_all_changes_are_made():
+    found, opened, _ = chosen(keep="verified", row_ns=0, effort="usual")
+    assert found[0] == "narrow-rows" and rows_of_linears(opened)[-1] == 1
+
+
+def same(regions, room):
+    """A change of layouts that changes nothing."""
+    changed = copy_of(regions[0])
+    changed.changed = 1
+    return [[changed]]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_merged"),
+    [({}, False), ({"kept": ("merge-gemms",)}, True), ({"effort": "usual"}, True), ({"in_graph": True}, True)],
+    ids=["quick", "as the example", "usual", "in graphs"],
+)
+def test_with_quick_the_example_says_which_linears_are_merged(monkeypatch, given, is_merged):
+    monkeypatch.setitem(registry.LAYOUT_CHANGES, "merge-gemms", replace(registry.MERGE_GEMMS, change=same))
+    assert chosen(keep="verified", **given)[0] == ["narrow-rows", "merge-gemms"][: 1 + is_merged]
+
+
+def wrong(regions, room):
+    """A change of layouts after which a gate is another function."""
+    changed = copy_of(regions[0])
+    for node in changed.region.graph.graph.nodes:
+        if node.target is torch.ops.aten.silu.default:
+            node.target = torch.ops.aten.sigmoid.default
+    changed.region.graph.recompile()
+    changed.changed = 1
+    return [[changed]]
+
+
+def test_a_change_is_compared_with_the_graph_as_it_was_captured(monkeypatch):
+    monkeypatch.setitem(registry.LAYOUT_CHANGES, "narrow-rows", replace(registry.NARROW_ROWS, change=wrong))
+    work = work_on(keep="verified")
+    with torch.no_grad():
+        piece = work.ranged.finder(work.capture).next()
+        captured = piece.opened.as_captured()
+        assert choose_layouts(work, piece.opened, [{"batch": 8, "seq": 64}]) == ["narrow-rows"]
+        one = decided(work, Workpiece(piece, captured=captured), {"batch": 8, "seq": 64}, ["narrow-rows"], {})
+    assert one.row.reason.startswith("all rewrites together: relative error")
+
+
+def curious(regions, room):
+    """A change of layouts that asks whether a size is one."""
+    changed = copy_of(regions[0])
+    sizes = [size for node in changed.region.graph.graph.nodes for size in getattr(node.meta.get("val"), "shape", ())]
+    changed.changed = int(any(size == 5 for size in sizes))
+    return [[changed]]
+
+
+def test_a_change_that_looks_at_a_size_is_left_out_and_the_piece_is_captured_again(monkeypatch):
+    monkeypatch.setitem(registry.LAYOUT_CHANGES, "narrow-rows", replace(registry.NARROW_ROWS, change=curious))
+    work = work_on(keep="verified")
+    with torch.no_grad():
+        piece = work.ranged.finder(work.capture).next()
+        points = PiecePoints(work, piece)
+    assert "narrow-rows" in work.refused and points.piece.opened is not piece.opened
+    assert work.progress.count("captured with open sizes") == 2
