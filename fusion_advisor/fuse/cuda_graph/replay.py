@@ -201,15 +201,13 @@ class Graphs:
         call = self._call
         if call is None or call.thread != threading.get_ident():
             return region.plain(*args)
-        if region.is_too_large:
-            call.undo()
-            return region.plain(*args)
         leaves = call.leaves if padded is None else padded
         recording = self._recordings.get(region)
         if call.launched is not recording:
             call.undo()
-        if region.refusal is not None:
-            self._say(region.refusal)
+        if region.refusal is not None or region.is_too_large:
+            if region.refusal is not None:
+                self._say(region.refusal)
             return region.plain(*args)
         if recording is not None and not recording.fits(args, leaves):
             call.undo()

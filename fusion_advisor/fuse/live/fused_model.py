@@ -293,10 +293,9 @@ class FusedModel(InPlace):
                 table.sharing = sharing(leaves)
             self._launches.include(table.modules)
             for piece in table.pieces:
-                graphs = self.graphs if table.may_record else None
-                wrap = None
-                if graphs is not None:
-                    wrap = functools.partial(GraphedRegion, graphs=graphs, most_result_bytes=table.most_result_bytes)
+                graphs, most_bytes = self.graphs if table.may_record else None, table.most_result_bytes
+                region = functools.partial(GraphedRegion, most_result_bytes=most_bytes)
+                wrap = None if graphs is None else functools.partial(region, graphs=graphs)
                 piece.start(self.model, wrap, self._rewritten.other, functools.partial(setattr, self, "traced_because"))
                 self._guard.watch(piece.code)
 
