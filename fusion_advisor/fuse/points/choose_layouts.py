@@ -49,10 +49,10 @@ def choose_layouts(work: RangeWork, opened: OpenCapture, points: Sequence[Sizes]
 def _may_be_tried(work: RangeWork, rewrite: LayoutRewrite) -> bool:
     """Whether a change may be tried that the example call does not have.
 
-    Where --quick is to spare time, that call's answer is taken for linears to merge. A CUDA graph has its own: no other call
-    is as little held up by the host.
+    Where --quick is to spare time, that call's answer is taken for linears to merge. A step on a static cache, which
+    CUDA graphs serve, has its own: no other call is as little held up by the host.
     """
-    is_known = work.options.effort == "quick" and rewrite.serves_other_shapes and not work.ranged.may_record
+    is_known = work.options.effort == "quick" and rewrite.serves_other_shapes and not work.ranged.may_pad
     is_exact = work.options.exact  # GEMMs of other sizes add in another order
     return work.options.wants(rewrite.id) and not is_known and not is_exact
 
