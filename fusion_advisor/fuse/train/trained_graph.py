@@ -23,8 +23,8 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.loss.budget import row_of_budget
-from fusion_advisor.fuse.loss.recompute_options import RECOMPUTE_OPTIONS
-from fusion_advisor.fuse.loss.record import LossPlan, chunk_inside
+from fusion_advisor.fuse.loss.recompute_options import RECOMPUTE_OPTIONS, RecomputeOption
+from fusion_advisor.fuse.loss.record import LossPlan
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.device_memory import transient_bytes
@@ -34,7 +34,7 @@ from fusion_advisor.fuse.step_graph.trial import try_step_graph
 from fusion_advisor.fuse.train.flag_trial import FlaggedGraph
 from fusion_advisor.fuse.train.judge.gradients import check_gradients
 from fusion_advisor.fuse.train.judge.loss_verdict import NO_MEMORY, LossTrial
-from fusion_advisor.fuse.train.judge.recompute_choice import RecomputeChoice, StepPeaks, copied_out_bytes, time_after_ns
+from fusion_advisor.fuse.train.judge.recompute_choice import RecomputeChoice, StepPeaks, copied_out_bytes
 from fusion_advisor.fuse.train.judge.recompute_verdict import RecomputeTrial
 from fusion_advisor.fuse.train.judge.step_comparison import StepComparison, is_on_cuda
 from fusion_advisor.fuse.train.passes.both_passes import BothPasses, FailsAsTraced, Half
@@ -130,7 +130,6 @@ class TrainedGraph:
         self._unfused, self._losses, self._make_recorder = unfused, losses, make_recorder
         self._peak, self._seconds = peak, seconds
         self._began_s = 0.0
-        self._step_ns: float | None = None
         clock = StepClock(confidence=options.confidence, timer=timer, planted=compare)
         self._budget = options.memory_budget
         self._flag_rows = () if flagged is None else flagged.rows
@@ -154,26 +153,31 @@ class TrainedGraph:
         self._call: Call | None = None
 
     def _recomputing(self, ways: Sequence[tuple[BothPasses, Callable[..., BothPasses]]]) -> list[list[RecomputeTrial]]:
-        """Return, for each option that has something to compute again, trials with the loss in chunks and without.
+        """Return, for each option, trials with the loss in chunks and without. Their passes are traced when they are asked for.
 
-        None under a budget, nor of a step that runs its own ops for its sparse gradients. Where an option spares nothing in the
-        first way, which has the smaller peak, there is no second.
+        None under a budget, nor of a step that runs its own ops for its sparse gradients.
 
         Args:
             ways: the step without an option, and what makes it with one.
         """
-        found: list[list[RecomputeTrial]] = []
         if self._budget < 1 or self._options.dry_run or self._plain.holds_sparse:
-            return found
-        for option in RECOMPUTE_OPTIONS:
-            trials: list[RecomputeTrial] = []
-            for whole, both in ways if self._options.wants(option.rewrite.id) else ():
-                if len(whole.graphs) > 1 and option.is_in(whole.graphs["forward"]):
-                    trials.append(RecomputeTrial(option=option, whole=whole, passes=both(prepare=option.put)))
-                    if not trials[-1].row().saved_bytes:
-                        break
-            found += [trials] if trials and trials[0].passes.sites else []
-        return found
+            return []
+        trace = autograd_graphs.within_this_trace()
+
+        def traced(both: Callable[..., BothPasses], option: RecomputeOption) -> BothPasses:
+            with trace():
+                return both(prepare=option.put)
+
+        found = [
+            [
+                RecomputeTrial(option=option, whole=whole, make=functools.partial(traced, both, option))
+                for whole, both in ways
+                if len(whole.graphs) > 1 and option.is_in(whole.graphs["forward"])
+            ]
+            for option in RECOMPUTE_OPTIONS
+            if self._options.wants(option.rewrite.id)
+        ]
+        return [trials for trials in found if trials]
 
     @property
     def halves(self) -> list[Half]:
@@ -288,7 +292,6 @@ class TrainedGraph:
         if reason or not self._options.is_timed or self._budget < 1:  # whoever asks for a budget pays for it with time
             return Outcome(reason, found, rows)
         change = comparison.timed(step, self._own, self._joint)
-        self._step_ns = time_after_ns(change)
         if row is not None and row.status is Status.KEPT:  # it stays for its memory, unless that costs time
             return Outcome(SLOWER if change.low_ns > 0 else "", found, rows)
         return Outcome(NOT_FASTER if change.high_ns >= 0 else "", found, rows)
@@ -304,18 +307,17 @@ class TrainedGraph:
         choice = self._choice(args, in_graphs=in_graphs) if self._options.is_timed and may_stay else None
         for trials in self._again:
             trial = next((one for one in trials if one.whole is self._passes), None)
-            row = (trial or trials[0]).row()
-            why_not = _untimed(may_stay) if choice is None else OTHER_STAYS if trial is None else ""
-            if row.saved_bytes and choice is not None and trial is not None:
-                why_not = choice.why_not(row, trial.again_bytes())
-                if not why_not:
-                    row, found = trial.timed(row, self._comparison, args, most_share=choice.most_share, why=choice.why())
-                    is_kept = row.status is Status.KEPT
-                    self.left_out += tuple(half.graph for half in (trial.whole if is_kept else trial.passes).halves)
-                    if is_kept:
-                        self._passes, outcome = trial.passes, replace(outcome, check=found)
-            if row.saved_bytes and why_not:
-                row = replace(row, reason=f"{row.reason}: {why_not}")
+            why_not = _untimed(may_stay) if choice is None else OTHER_STAYS if trial is None else choice.why_not()
+            if why_not or choice is None or trial is None:
+                row = trials[0].untraced_row(why_not)
+            elif not (row := trial.row()).sites:
+                continue
+            elif row.saved_bytes:
+                row, found = trial.timed(row, self._comparison, args, most_share=choice.most_share, why=choice.why())
+                is_kept = row.status is Status.KEPT
+                self.left_out += tuple(half.graph for half in (trial.whole if is_kept else trial.passes).halves)
+                if is_kept:
+                    self._passes, outcome = trial.passes, replace(outcome, check=found)
             outcome = replace(outcome, step_rows=(*outcome.step_rows, row))
         return outcome
 
@@ -327,8 +329,7 @@ class TrainedGraph:
         beside = copied_out_bytes(graphs) if in_graphs else 0
         return RecomputeChoice(
             options=self._options, peaks=StepPeaks(eager_bytes=eager, ours_bytes=ours + beside),
-            peak_bytes=self._passes.peak_bytes(chunk_inside), step_ns=self._step_ns, each_s=now - self._began_s,
-            end_s=now + self._options.budgets.recompute_s, clock=self._seconds,
+            each_s=now - self._began_s, end_s=now + self._options.budgets.recompute_s, clock=self._seconds,
         )  # fmt: skip
 
 

@@ -7,10 +7,11 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -39,6 +40,15 @@ class _Boxed:
         return self._take(args)
 
 
+def within_this_trace() -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes a context in which :func:`with_backward` can be called after dynamo's trace; call it in that.
+
+    AOTAutograd reads and writes what dynamo notes of its trace.
+    """
+    context = TracingContext.try_get()
+    return functools.partial(tracing, context) if context is not None else contextlib.nullcontext
+
+
 def with_backward(
     graph_module: GraphModule,
     inputs: list[Any],
@@ -49,7 +59,7 @@ def with_backward(
     prepare: Callable[[GraphModule], object] | None = None,
     watch: Callable[[GraphModule], Iterable[Node]] = lambda _: (),
 ) -> Callable[..., Any]:
-    """Return a graph as a function that autograd differentiates by a second graph; call it in dynamo's backend.
+    """Return a graph as a function that autograd differentiates by a second graph; call it in dynamo's trace.
 
     What the backward pass reads is chosen by torch's min-cut partitioner: it computes again what is cheaper to compute than to
     keep. Nothing that is random is drawn again. A backward pass may run twice (``retain_graph``), and has no gradient itself.

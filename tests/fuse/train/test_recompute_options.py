@@ -17,13 +17,12 @@ from fusion_advisor.fuse.dynamo_backend import fuse_graph
 from fusion_advisor.fuse.loss.recompute_options import ATTN_DROPOUT_CHECKPOINT, GELU_CHECKPOINT
 from fusion_advisor.fuse.plan.options import Budgets
 from fusion_advisor.fuse.train.judge.gradients import TrainingStep
-from fusion_advisor.fuse.train.judge.recompute_choice import copied_out_bytes, time_after_ns
+from fusion_advisor.fuse.train.judge.recompute_choice import copied_out_bytes
 from fusion_advisor.fuse.train.passes.recomputed import kept_bytes
 from fusion_advisor.fuse.train.trained_graph import OTHER_STAYS, TrainedGraph
 from fusion_advisor.records import Status
 from fusion_advisor.timing.paired import compare_rounds
 from tests.fuse.train.test_trained_graph import OPTIONS, compare, gradients
-from tests.tiny import BANDWIDTH
 
 ROWS, WIDTH, HEADS = 64, 32, 2
 TIMED = replace(OPTIONS, keep="paying")
@@ -86,6 +85,7 @@ def judged(times=None, options=TIMED, optimiser=None, peaks=(), seconds=None, **
                 planted["seconds"] = iter(seconds).__next__
             super().__init__(graph_module, inputs, **more | planted)
             self.tried = [one for (one,) in self._again]
+            assert not any("passes" in vars(one) for one in self.tried)  # nothing is traced yet
 
         def __call__(self, *args):
             self.given = args
@@ -176,19 +176,18 @@ def test_below_eagers_peak_an_option_may_cost_none():
     assert rows(judged([(1000, 1010)], peaks=BELOW))[GELU_CHECKPOINT.id].status is Status.SLOWER
 
 
-def test_quick_tries_what_spares_much_for_little_wherever_the_peak_is():
-    free = replace(QUICK, bandwidth=replace(BANDWIDTH, copy_bytes_per_s=10**18))
-    row = rows(judged([(1000, 1010)], free, peaks=BELOW, layers=4))[GELU_CHECKPOINT.id]
-    assert row.status is Status.SLOWER and "eager's 2.00 kB" in row.reason
-    row = rows(judged([(1000, 1000)], free, layers=4))[GELU_CHECKPOINT.id]
-    assert row.status is Status.KEPT and "eager" not in row.reason  # a CPU has no figure of it
-
-
-def test_quick_says_why_it_tries_none():
-    row = rows(judged([], QUICK, peaks=BELOW))[GELU_CHECKPOINT.id]
-    assert row.status is Status.NOT_REPLACED and row.step_delta_ns is None and row.saved_bytes > 0
-    for words in ("its time was not taken: with --quick", "eager's 2.00 kB", "of the peak", "is expected to take"):
-        assert words in row.reason
+@pytest.mark.parametrize(
+    ("peaks", "words"), [(BELOW, "the step's peak is 1.00 kB, eager's 2.00 kB"), ((), "eager's peak was not measured")], ids=str
+)
+def test_quick_traces_none_where_the_peak_is_not_above_eagers(peaks, words):
+    graph = judged([], QUICK, peaks=peaks)
+    row = rows(graph)[GELU_CHECKPOINT.id]
+    assert (
+        row.status is Status.NOT_REPLACED
+        and row.step_delta_ns is None
+        and f"with --quick it is not tried here: {words}" in row.reason
+    )
+    assert "passes" not in vars(graph.tried[0]) and graph.is_rewritten
 
 
 def test_quick_begins_no_trial_that_would_not_end_in_its_time():
@@ -206,18 +205,10 @@ def test_where_one_stays_the_next_says_so():
     assert row.status is Status.NOT_REPLACED and OTHER_STAYS in row.reason
 
 
-def test_bytes_that_are_moved_again_and_copied_out_are_counted():
+def test_bytes_that_are_copied_out_are_counted():
     graph = judged([(1000, 1010)])
-    (trial,) = graph.tried
-    assert trial.again_bytes() == 2 * 2 * 4 * ROWS * 4 * WIDTH * 4  # each layer's GELU reads and writes its rows
     weights = sum(one.numel() * 4 for one in Model().parameters())
     assert copied_out_bytes(graph._base.graphs) == weights + 4  # and the loss
-
-
-@pytest.mark.parametrize("times", [(1000, 800), (1000, 1001), (3, 7)])
-def test_a_steps_time_is_found_in_a_comparison(times):
-    assert time_after_ns(compare_rounds(*([one] * 20 for one in times))) == pytest.approx(times[1])
-    assert time_after_ns(compare_rounds([5] * 20, [5] * 20)) is None
 
 
 @pytest.mark.parametrize("dropout", [0.3, 1.0])
@@ -235,10 +226,10 @@ def test_a_dropout_that_is_computed_again_drops_the_same(dropout):
 
 
 @pytest.mark.parametrize("more", [{"effort": "quick"}, {"keep": "verified"}], ids=str)
-def test_where_steps_are_not_timed_the_row_says_bytes_alone(more):
+def test_where_steps_are_not_timed_the_row_says_so(more):
     row = rows(judged(options=replace(TIMED, only=("no_kernel", GELU_CHECKPOINT.id), **more)))[GELU_CHECKPOINT.id]
-    assert row.status is Status.NOT_REPLACED and row.saved_bytes > 0 and row.step_delta_ns is None
-    assert "its time was not taken" in row.reason
+    assert row.status is Status.NOT_REPLACED and row.step_delta_ns is None
+    assert row.reason in ("no time decides what stays", "the step runs its own ops"), row
 
 
 @pytest.mark.parametrize(

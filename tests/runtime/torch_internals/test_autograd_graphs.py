@@ -40,6 +40,31 @@ def test_there_is_a_graph_for_each_pass_and_the_backward_pass_may_run_twice():
     torch.testing.assert_close(x.grad, 2 * own.grad)
 
 
+def test_both_passes_can_be_made_after_dynamos_trace_has_ended():
+    later = []
+
+    def backend(graph_module, inputs):
+        trace = autograd_graphs.within_this_trace()
+
+        def made():
+            with trace():
+                return autograd_graphs.with_backward(graph_module, inputs, lambda one: one.forward, lambda one: one.forward)
+
+        later.append(made)
+        return graph_module.forward
+
+    x = torch.randn(5, requires_grad=True)
+    torch.compile(lambda x: torch.nn.functional.gelu(x).sum(), backend=backend, dynamic=False)(x)
+    (result,) = later[0]()(x)
+    result.backward(retain_graph=True)
+    result.backward()  # what the forward pass kept is there still
+    own = x.detach().clone().requires_grad_()
+    torch.nn.functional.gelu(own).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * own.grad)
+    assert autograd_graphs.within_this_trace()() is not None  # outside of a trace there is nothing to go back to
+    torch.compiler.reset()
+
+
 def test_a_gradient_that_is_not_asked_for_is_none_where_a_pass_takes_none_and_zeros_elsewhere():
     def given(takes_none):
         seen = []

@@ -1,4 +1,4 @@
-"""Whether a recompute option is tried, and what it may cost: by the step's peak beside eager's, by its bytes, by the time left.
+"""Whether a recompute option is tried, and what it may cost: by the step's peak beside eager's and by the time that is left.
 
 A step in CUDA graphs holds the memory of both passes all the time, and its gradients are copied out beside it. In eager they lie
 where activations lay. So BERT-large's peak was 9.5 GB on an H200 where eager's was 9.1, and ViT-B's 4.5 where eager's was 4.1
@@ -17,13 +17,9 @@ from fusion_advisor import units
 from fusion_advisor.capture.graph.fx_nodes import storages, tensors_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.step_graph.step_graph import saved_names
-from fusion_advisor.records import GraphRewrite
-from fusion_advisor.timing.paired import Comparison
 
 _MOST_SHARE = 0.02
-"""Of the step's time: what an option may cost where the step's peak is above eager's, and what ``--quick`` tries elsewhere."""
-_LEAST_SPARED = 0.1
-"""Of the step's peak: what an option spares at least that ``--quick`` tries where the peak is not above eager's."""
+"""Of the step's time: what an option may cost where the step's peak is above eager's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +54,6 @@ class RecomputeChoice:
     Attributes:
         options: of the run.
         peaks: of the step without an option.
-        peak_bytes: of that step by the lifetimes of its tensors.
-        step_ns: its time; None where that is not known.
         each_s: seconds that a trial is expected to take.
         end_s: when the time for trials is over, by ``clock``; None: it never is.
         clock: tells the time in seconds.
@@ -67,8 +61,6 @@ class RecomputeChoice:
 
     options: ApplyOptions
     peaks: StepPeaks
-    peak_bytes: int
-    step_ns: float | None
     each_s: float
     end_s: float | None
     clock: Callable[[], float]
@@ -78,19 +70,12 @@ class RecomputeChoice:
         """Share of the step's time that an option may cost with confidence and stay."""
         return _MOST_SHARE if self.peaks.is_above else 0.0
 
-    def why_not(self, row: GraphRewrite, again_bytes: int) -> str:
-        """Return why an option is not tried; empty where it is.
-
-        Args:
-            row: of the option, with the bytes that it spares.
-            again_bytes: that the ops read and write which it has the backward pass run again.
-        """
+    def why_not(self) -> str:
+        """Return why no option is traced and tried now; empty where one is."""
         if self.options.effort != "quick":
             return ""
-        spared, cost = row.saved_bytes / max(self.peak_bytes, 1), self._share_of_time(again_bytes)
-        if not self.peaks.is_above and (spared < _LEAST_SPARED or cost is None or cost > _MOST_SHARE):
-            taken = "nothing says what it costs" if cost is None else f"it is expected to take {cost:.1%} of the step"
-            return f"with --quick it is not tried here, for {self.peaks}, it spares {spared:.0%} of the peak, and {taken}"
+        if not self.peaks.is_above:
+            return f"with --quick it is not tried here: {self.peaks}"
         left_s = None if self.end_s is None else self.end_s - self.clock()
         if left_s is not None and self.each_s > left_s:
             return f"with --quick {max(left_s, 0):.0f} s are left to try it, and the step without it took {self.each_s:.0f} s"
@@ -99,22 +84,6 @@ class RecomputeChoice:
     def why(self) -> str:
         """Return what the row of an option that was tried says of the step without it; empty where nothing was measured."""
         return f"; without it {self.peaks}" if self.peaks.eager_bytes else ""
-
-    def _share_of_time(self, again_bytes: int) -> float | None:
-        bandwidth = self.options.bandwidth
-        if self.step_ns is None or bandwidth is None:
-            return None
-        return again_bytes / bandwidth.copy_bytes_per_s * 1e9 / max(self.step_ns, 1.0)
-
-
-def time_after_ns(change: Comparison) -> float | None:
-    """Return the time of the second of two steps; None where both take the same, for a difference of none says nothing of it.
-
-    Args:
-        change: of the two.
-    """
-    share = 1 / change.ratio - 1  # of the first one's time
-    return change.delta_ns / share / change.ratio if share and change.delta_ns else None
 
 
 def copied_out_bytes(graphs: Mapping[str, GraphModule]) -> int:
