@@ -94,6 +94,36 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def laid_out(value: Any) -> Any:
+    """Return what a call passes with the strides that a new tensor has; the same value where all have them.
+
+    ``ids[:, -1:]`` of one sequence is contiguous, with the length in a stride that nobody steps by. Dynamo guards that number,
+    and would trace such a call for each length. Tensors in objects stay: the object is part of the call.
+
+    Args:
+        value: positional or keyword arguments, or what lies in them.
+    """
+    if type(value) is torch.Tensor:
+        usual = _usual_strides(value.shape)
+        is_odd = value.layout is torch.strided and value.stride() != usual and value.is_contiguous()
+        return value.as_strided(value.shape, usual) if is_odd else value
+    if type(value) in (list, tuple):
+        items = [laid_out(item) for item in value]
+        return value if all(one is other for one, other in zip(items, value, strict=True)) else type(value)(items)
+    if type(value) is dict:
+        found = {name: laid_out(item) for name, item in value.items()}
+        return value if all(found[name] is item for name, item in value.items()) else found
+    return value
+
+
+def _usual_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def pattern_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: Dims | None) -> Any:
     """Return what is equal for all calls that are served: everything but the open sizes.
 
