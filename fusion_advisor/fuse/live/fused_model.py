@@ -32,6 +32,7 @@ from fusion_advisor.fuse.live.saved_plan import ReusablePlan, Specialised
 from fusion_advisor.fuse.rewrite.collective_kernels import group_kernels_in
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.fuse.shapes.call_form import laid_out
 from fusion_advisor.fuse.shapes.serve import MOST_CALLS, ShapeTable, VerifiedCall
 from fusion_advisor.fuse.slot.in_place import TRANSFORMED, InPlace
 from fusion_advisor.fuse.start.untraced_call import UntracedCall
@@ -172,6 +173,8 @@ class FusedModel(InPlace):
         if refusal is None:
             assert verified is not None  # any other is refused
             call = verified
+            if call.lays_out:
+                return self.dispatch(*laid_out(args), **laid_out(kwargs))
 
             def run() -> Any:
                 later = self._guard.change()
@@ -183,13 +186,12 @@ class FusedModel(InPlace):
                 graphs = self.graphs if call.may_record else None
                 return run() if graphs is None else graphs.run(call, leaves, run, objects)
             except _Refused as refused:
-                refusal = refused.reason
+                refusal = str(refused)
             except LayoutChanged as change:
                 self._is_broken = True
-                if call.sharing is not None:
-                    detail = f"a value inside the model was laid out differently than when it was verified ({change})"
-                    raise HalfWritten(detail=detail) from change
                 refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
+                if call.sharing is not None:
+                    raise HalfWritten(detail=refusal) from change
         if refusal is _UNSEEN and self._may_learn(key):
             result = self._original(*args, **kwargs)
             try:
@@ -388,11 +390,7 @@ def _why_unread(kwargs: Mapping[str, Any]) -> str:
 
 
 class _Refused(Exception):
-    """A call that must run the original ops, found out after its graph was launched."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A call that must run the original ops, found out after its graph was launched; the text says why."""
 
 
 _MODE = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"

@@ -192,7 +192,7 @@ def _needs(node: Node, rows: _Rows) -> list[tuple[Node, _Rows]] | None:
     if torch.Tag.nondeterministic_seeded in node.target.tags and not _is_idle(node):
         return None
     if torch.Tag.pointwise in node.target.tags or node.target in _LIKE_POINTWISE or _is_idle(node):
-        return list(_broadcast(node, rows))
+        return _broadcast(node, rows)
     if node.target in _PRODUCTS:
         return _of_product(node, rows)
     dim = _dim_before(node, rows.dim)
@@ -259,13 +259,20 @@ def _of_product(node: Node, rows: _Rows) -> list[tuple[Node, _Rows]] | None:
     return [(left, rows), *([(added, rows)] if has_rows and isinstance(added, Node) else [])]
 
 
-def _broadcast(node: Node, rows: _Rows) -> Iterator[tuple[Node, _Rows]]:
-    shape = node.meta["val"].shape
-    for source in node.all_input_nodes:
+def _broadcast(node: Node, rows: _Rows) -> list[tuple[Node, _Rows]] | None:
+    """Return the operands that have the result's rows; None where one may have them under another expression of their number."""
+    shape, found = node.meta["val"].shape, []
+    combines = torch.Tag.pointwise in cast("torch._ops.OpOverload", node.target).tags
+    for place, source in enumerate(node.all_input_nodes):
         value = source.meta["val"]
         at = rows.dim - (len(shape) - value.ndim)
-        if at >= 0 and _is_same(value.shape[at], shape[rows.dim]):
-            yield source, replace(rows, dim=at)
+        if at < 0 or _is_same(value.shape[at], 1):
+            continue
+        if _is_same(value.shape[at], shape[rows.dim]):
+            found.append((source, replace(rows, dim=at)))
+        elif combines or place == 0:  # s and 2 * (s // 2) are one number where s is even; of what `type_as` is like, any will do
+            return None
+    return found
 
 
 def _of_queries(node: Node, rows: _Rows) -> list[tuple[Node, _Rows]] | None:

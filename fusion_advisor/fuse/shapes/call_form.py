@@ -94,6 +94,46 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def laid_out(value: Any) -> Any:
+    """Return what a call passes with the strides that a new tensor has; the same value where all have them.
+
+    ``ids[:, -1:]`` of one sequence is contiguous, with the length in a stride that nobody steps by. Dynamo guards that number,
+    and would trace such a call for each length. Tensors in objects stay: the object is part of the call.
+
+    Args:
+        value: positional or keyword arguments, or what lies in them.
+    """
+    if type(value) is torch.Tensor:
+        is_odd = value.layout is torch.strided and has_odd_strides(value.shape, value.stride())
+        return value.as_strided(value.shape, _usual_strides(value.shape)) if is_odd else value
+    if type(value) in (list, tuple):
+        items = [laid_out(item) for item in value]
+        return value if all(one is other for one, other in zip(items, value, strict=True)) else type(value)(items)
+    if type(value) is dict:
+        found = {name: laid_out(item) for name, item in value.items()}
+        return value if all(found[name] is item for name, item in value.items()) else found
+    return value
+
+
+def has_odd_strides(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a contiguous tensor has other strides than a new one: of dims of size 1, which nobody steps by."""
+    return tuple(stride) != _usual_strides(shape) and is_contiguous(shape, stride)
+
+
+def odd_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], dims: Dims) -> str:
+    """Return the path of a tensor with open dims that has odd strides; empty where there is none."""
+    tensors = call_tensors(args, kwargs)
+    return next((path for path in dims if has_odd_strides(tensors[path].shape, tensors[path].stride())), "")
+
+
+def _usual_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def pattern_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: Dims | None) -> Any:
     """Return what is equal for all calls that are served: everything but the open sizes.
 

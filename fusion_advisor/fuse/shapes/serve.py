@@ -20,7 +20,7 @@ from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inp
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
 from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
 from fusion_advisor.fuse.direct.direct_call import Shortcut
-from fusion_advisor.fuse.shapes.call_form import CallParts, Row, pattern_of, sizes_in
+from fusion_advisor.fuse.shapes.call_form import CallParts, Row, has_odd_strides, laid_out, odd_tensor, pattern_of, sizes_in
 from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
 from fusion_advisor.fuse.start.untraced_call import TracedAgain, UntracedCall
@@ -235,6 +235,7 @@ class VerifiedCall:
         is_in_place: dynamo has handed over its graphs.
         piece: of a range of sizes that serves it; None where it was verified by itself.
         may_record: it may run as a CUDA graph.
+        lays_out: its tensors are given the strides of new ones first, for dynamo guards the strides of dims of size 1 too.
         shortcut: runs what dynamo compiled for it, without dynamo where it can; None until dynamo has handed over its graphs.
     """
 
@@ -242,6 +243,7 @@ class VerifiedCall:
     is_in_place: bool = False
     piece: ServedPiece | None = None
     may_record: bool = True
+    lays_out: bool = False
     shortcut: Shortcut | UntracedCall | None = None
 
 
@@ -311,10 +313,20 @@ class ShapeTable:
             if len(self._known) >= (MOST_CALLS if self.may_record else _MOST_CACHES):
                 self._known.clear()
             piece = self.find(args, kwargs) if parts is None else self._find_by_form(parts(), args, kwargs)
-            found = self._known[key] = (
-                piece if isinstance(piece, str) else VerifiedCall(self.sharing, True, piece, self.may_record)
-            )
+            found = self._known[key] = piece if isinstance(piece, str) else self._verified(piece, args, kwargs, parts)
         return found
+
+    def _verified(
+        self, piece: ServedPiece, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: Callable[[], CallParts] | None
+    ) -> VerifiedCall | str:
+        """Return a call of a piece; or why dynamo would trace it, though it fits: a cache of one KV head that was cut."""
+        layouts = () if parts is None else {id(one): one for one in parts().layouts}.values()  # layers are alike
+        lays_out = parts is None or any(has_odd_strides(shape, stride) for shape, _, _, stride, *_ in layouts)
+        odd = lays_out and odd_tensor(laid_out(args), laid_out(kwargs), self._dims)
+        if odd:
+            return f"the strides of `{odd}` are not those of a new tensor"
+        lays_out = lays_out and (laid_out(args) is not args or laid_out(kwargs) is not kwargs)
+        return VerifiedCall(self.sharing, True, piece, self.may_record, lays_out)
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ServedPiece | str:
         """Return the piece that serves a call, or why the original ops run."""

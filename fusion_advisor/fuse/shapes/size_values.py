@@ -59,6 +59,8 @@ def keep_size_values(module: GraphModule) -> int:
     graph = module.graph
     alone = _of_sizes_alone(graph)
     frontier = [node for node in alone if _is_worth(node) and any(user not in alone for user in node.users)]
+    early = _sizes_to_the_top(graph)
+    frontier = [node for node in frontier if early.issuperset(_sizes_read([node]))]
     sizes = _sizes_read(frontier)
     if not frontier:
         return 0
@@ -132,6 +134,26 @@ def _of_sizes_alone(graph: Graph) -> dict[Node, None]:
             continue
         if not (written | given).intersection(storages(node)):
             found[node] = None
+    return found
+
+
+def _sizes_to_the_top(graph: Graph) -> set[Node]:
+    """Move what follows from the sizes of inputs up to the inputs; return all such sizes.
+
+    A model adds to a length where it needs the sum, and what reads an earlier value of sizes may stand above that.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    found = {node for node in inputs if symbolic_sizes.is_size(node.meta.get("val"))}
+    computed: list[Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function" or not symbolic_sizes.is_size(node.meta.get("val")):
+            continue
+        reads_input = node.target is torch.ops.aten.sym_size.int and node.args[0] in inputs
+        if reads_input or found.issuperset(node.all_input_nodes):
+            found.add(node)
+            computed.append(node)
+    for node in reversed(computed):
+        inputs[-1].append(node)
     return found
 
 

@@ -233,7 +233,7 @@ def test_whatever_comes_between_the_numbers_stay(seed):
     narrowed(Of(read), X)
 
 
-def narrowed_for_all_sizes(model):
+def narrowed_for_all_sizes(model, sizes_of_calls=((2, 2), (5, 31), (BATCH, TOKENS))):
     """Narrow a model's graph with an open batch and length; compare it with the model at other sizes.
 
     Returns:
@@ -247,7 +247,7 @@ def narrowed_for_all_sizes(model):
             graph = narrow_rows(opened.region).region.graph
         assert symbolic_sizes.assumption_count(opened.environment) == assumed
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-        for batch, tokens in ((2, 2), (5, 31), (BATCH, TOKENS)):
+        for batch, tokens in sizes_of_calls:
             x, sizes = torch.randn(batch, tokens, WIDTH), opened.symbols({"batch": batch, "tokens": tokens})
             given = [
                 sizes[symbol] if (symbol := symbolic_sizes.symbol_of(value)) is not None
@@ -285,3 +285,20 @@ def test_the_first_row_of_an_open_size_is_computed_alone():
 )  # fmt: skip
 def test_rows_whose_number_depends_on_an_open_size_are_all_computed(read):
     assert narrowed_for_all_sizes(Layer(read)) == [None] * 6
+
+
+def test_rows_stop_at_an_op_whose_operands_count_them_in_two_ways():
+    def swap_pairs(y):
+        swapped = y.reshape(y.shape[0], y.shape[1] // 2, 2, WIDTH).flip(2).reshape(y.shape[0], y.shape[1] // 2 * 2, WIDTH)
+        return swapped + y
+
+    class Pairs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.up(swap_pairs(x))[:, -1]
+
+    torch.manual_seed(0)
+    assert narrowed_for_all_sizes(Pairs(), ((2, 2), (5, 32), (BATCH, 6))) == [1]

@@ -111,6 +111,19 @@ def test_the_shape_that_was_replayed_longest_ago_goes_first(served):
     assert fused.fallbacks == {}
 
 
+def test_a_stride_that_nobody_steps_by_needs_no_trace():
+    with torch.no_grad():
+        fused, recorder = ranged(shapes="batch=1..8")
+        traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for width in (32, 33, 40, 64):
+            x = torch.randn(1, width)[:, :32]
+            assert x.is_contiguous() and x.stride() == (width, 1)
+            torch.testing.assert_close(fused(x), fused._original(x), rtol=1e-5, atol=1e-5)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == traced
+        assert fused.fallbacks == {}
+        assert (recorder.recorded, recorder.replayed) == (1, 3)  # all of them are one shape
+
+
 def test_a_weight_that_moves_is_recorded_again_at_every_shape(served):
     fused, recorder = served
     for rows in (3, 9):

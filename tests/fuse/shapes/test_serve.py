@@ -130,6 +130,26 @@ def test_each_signature_is_looked_at_once():
     assert found.look_up("b", (), call(torch.zeros(99, 4))) == "batch is outside of batch=1..8"
 
 
+@pytest.mark.parametrize("knows_parts", [True, False])
+def test_strides_that_nobody_steps_by_are_replaced_where_the_tensor_is_passed_and_refused_inside_an_object(knows_parts):
+    def given(x, keys):
+        held = Held(1, 1)
+        held.keys = keys
+        return {"x": x, "held": held}
+
+    usual, odd = torch.zeros(1, 4), torch.zeros(1, 9)[:, :4]
+    dims = {"x": ("batch", "seq"), "held.keys": ("batch", "seq")}
+    found = ShapeTable(RANGES, dims, [piece(point(1, 1))], ((), given(torch.zeros(2, 4), torch.zeros(2, 4))))
+
+    def answer(kwargs):
+        return look_up(found, kwargs) if knows_parts else found.look_up(object(), (), kwargs)
+
+    assert answer(given(usual, usual.clone())).lays_out is False
+    assert answer(given(odd, usual)).lays_out is True
+    for x in (usual, odd):
+        assert answer(given(x, odd[:, :])) == "the strides of `held.keys` are not those of a new tensor"
+
+
 def test_the_graph_with_masks_runs_where_flags_would_say_less():
     plain = symbolic_trace(torch.nn.ReLU())
     one = Served(sizes={"seq": 4}, module=IDENTITY, plain=plain, says_flags=lambda seq: seq < 10)

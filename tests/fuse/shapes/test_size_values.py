@@ -100,3 +100,20 @@ def test_a_mask_becomes_a_flag_at_shapes_where_it_says_no_more():
 def test_masks_that_say_more_stay(at):
     opened, module = graph_of(Attention())
     assert flagged(module, [opened.places()["seq"].name], [at]) is None
+
+
+class Scaled(torch.nn.Module):
+    """Reads one range of sizes ahead of the sum that another one is made of."""
+
+    def forward(self, x):
+        places = x + torch.arange(x.shape[1])[:, None]
+        return (torch.tanh(places) * torch.arange(1, x.shape[1] + 1)[:, None],)
+
+
+def test_a_value_of_sizes_may_be_read_above_the_sum_that_a_later_one_needs():
+    opened, module = graph_of(Scaled())
+    assert keep_size_values(module) > 1
+    assert not any("arange" in op for op in ops_of(module))
+    for length in (1, 5, 9):
+        found, expected = run(opened, module, torch.randn(2, length, 8))
+        torch.testing.assert_close(found, expected[0])
