@@ -171,6 +171,7 @@ class _Restoring:
                     known[one] = self._fusion(work, one, kernels[one.kernel], f"S{len(known) + 1}")
             module = build(work, [known[one] for one in row.fusions], row.passes)
             served = finished(work, module, sizes, with_flags=DROP_MASKS.id in row.passes)
+            served = replace(served, in_segments=row.in_segments)
         except (NoOneProgram, CannotLower, KernelBuildFailed, LooksAtSizes, KeyError) as error:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
         args, kwargs = self._ranged.at(sizes)

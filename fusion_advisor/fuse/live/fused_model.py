@@ -180,7 +180,8 @@ class FusedModel(InPlace):
                 return self._run_compiled(call, args, kwargs, leaves, objects)
 
             try:
-                graphs = self.graphs if call.may_record else None
+                is_cut = call.piece is not None and call.piece.cutter is not None
+                graphs = self.graphs if call.may_record or is_cut else None
                 return run() if graphs is None else graphs.run(call, leaves, run, objects)
             except _Refused as refused:
                 refusal = refused.reason
@@ -284,6 +285,7 @@ class FusedModel(InPlace):
         """Serve ranges of sizes from now on, one table for each way to call the model; ``generate`` stands for its own."""
         self.shapes, self._generate = tuple(tables), generate
         self._known.clear()
+        on_trace = functools.partial(setattr, self, "traced_because")
         for table in tables:
             if table.writes:
                 leaves: list[torch.Tensor] = []
@@ -291,10 +293,10 @@ class FusedModel(InPlace):
                 signature(args, kwargs, leaves)
                 table.sharing = sharing(leaves)
             self._launches.include(table.modules)
+            graphs = self.graphs if table.may_record else None
             for piece in table.pieces:
-                graphs = self.graphs if table.may_record else None
                 wrap = None if graphs is None else functools.partial(GraphedRegion, graphs=graphs)
-                piece.start(self.model, wrap, self._rewritten.other, functools.partial(setattr, self, "traced_because"))
+                piece.start(self.model, wrap, self._rewritten.other, on_trace, self.graphs)
                 self._guard.watch(piece.code)
 
     def specialize(self, *args: Any, **kwargs: Any) -> Specialised | None:

@@ -19,7 +19,10 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
 from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.cuda_graph.segmented_region import Cutter
 from fusion_advisor.fuse.direct.direct_call import Shortcut
+from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.shapes.call_form import CallParts, Row, pattern_of, sizes_in
 from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
@@ -37,6 +40,7 @@ class Served:
         reason: why the original ops run.
         plain: the same with masks, for shapes at which they say more than a flag does.
         says_flags: whether the masks of a shape, by its open sizes, say what the flags in ``module`` do; None: there are none.
+        in_segments: what does not depend on a growing cache's length may run as CUDA graphs.
     """
 
     sizes: Sizes
@@ -44,6 +48,7 @@ class Served:
     reason: str = ""
     plain: GraphModule | None = None
     says_flags: Callable[..., bool] | None = None
+    in_segments: bool = False
 
     @property
     def modules(self) -> list[GraphModule]:
@@ -88,6 +93,8 @@ class ServedPiece:
         writes: it writes to what it is given.
         padding: sizes that may be rounded up to share a CUDA graph; None: each shape has its own.
         untraced: makes the call where the piece's graph was read from a file.
+        growing: symbols of the sizes that grow from call to call.
+        cutter: lets parts of its calls run as CUDA graphs; None where none may.
     """
 
     box: Box
@@ -102,6 +109,8 @@ class ServedPiece:
     writes: bool = False
     padding: Padding | None = None
     untraced: UntracedCall | None = None
+    growing: frozenset[Any] = frozenset()
+    cutter: Cutter | None = None
     _wrap: Wrap | None = None
     _shortcut: Shortcut | UntracedCall | None = None
     _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
@@ -112,8 +121,9 @@ class ServedPiece:
         return min(self.points, key=lambda point: point.distance(sizes))
 
     def start(
-        self, model: torch.nn.Module, wrap: Wrap | None, other: Callable[..., Any], on_trace: Callable[[str], object]
-    ) -> None:
+        self, model: torch.nn.Module, wrap: Wrap | None, other: Callable[..., Any], on_trace: Callable[[str], object],
+        graphs: Graphs | None = None,
+    ) -> None:  # fmt: skip
         """Let the compiled call run the rewritten graphs.
 
         Args:
@@ -121,8 +131,11 @@ class ServedPiece:
             wrap: makes of a graph what is called for one exact shape: it may be recorded as a CUDA graph. None: it is called.
             other: the backend for graphs that dynamo traces where its guards no longer hold.
             on_trace: takes the reason where a piece that started without a trace has to be traced for a call.
+            graphs: keep recorded segments of calls that are not recorded as a whole.
         """
         self._wrap = wrap
+        is_cut = wrap is None and any(point.in_segments for point in self.points)
+        self.cutter = Cutter(graphs, self.growing) if is_cut and graphs is not None else None
         self._runners.clear()
         self._graphed.clear()
         if self.route is not None:
@@ -149,6 +162,9 @@ class ServedPiece:
         """Return what runs at a shape."""
         sizes = self._sizes(key)
         module = self.at(sizes).graph_at(key)
+        if self.cutter is not None and self.at(sizes).in_segments:
+            fixed = tuple(size for name, size in sizes.items() if name != CACHED)
+            return self.cutter.region(module, self.names, fixed) or module.forward
         if self._wrap is None:
             return module.forward
         exact, padding = self._region(key, module), self.padding
@@ -213,7 +229,7 @@ def serving(piece: Piece, points: Sequence[Served], padding: Padding | None = No
     return ServedPiece(
         box=piece.box, compiled=opened.live.compiled, untraced=opened.live.untraced, route=region.route, slots=opened.slots(),
         points=tuple(points), names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
-        writes=writes_to_inputs(region), padding=padding,
+        writes=writes_to_inputs(region), padding=padding, growing=opened.symbols_of(CACHED),
     )  # fmt: skip
 
 
