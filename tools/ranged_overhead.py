@@ -1,9 +1,9 @@
 """Measures what a decode step in a range of sizes takes beside its kernels: ``python -m tools.ranged_overhead [--trees A B]``.
 
 A small model serves a range with no rewrite. A stand-in takes the place of CUDA graphs: it records by running the step once, and
-a replay does nothing. So all that is timed is Python, dynamo, the checks and the copies around a replay. For a growing cache the
-whole graph returns at once what it returned before; or its ops are launched; or its segments are replayed and the ops between them
-launched. Times are the fifth percentile of single calls in microseconds.
+a replay does nothing. So all that is timed is Python, dynamo, the checks and the copies around a replay. On a growing cache the
+whole graph returns at once what it returned before, or its ops are launched, or its segments are replayed and the ops between
+them launched. Times are the fifth percentile of single calls in microseconds.
 
 ``--trees`` names checkouts of this repository that take turns, each in processes of its own. Figures:
 ``docs/measurements/call_overhead.md``.

@@ -4,7 +4,7 @@ The cache of a decode step grows by one token at each step, so a CUDA graph of t
 projections, rotary embeddings and MLPs of the new token have the same sizes at every step: only the concatenation with the
 cache, masks and attention do not. Each op gets a level: an op of fixed sizes that reads what depends on the growing size comes
 one level after it. The fixed ops of one level are a segment. So the order of ops changes, which no result sees: a region that
-writes to anything, draws numbers or meets other processes is not split.
+writes to anything, draws numbers or meets other processes is not split. Figures: ``docs/measurements/ranges.md``.
 """
 
 from __future__ import annotations

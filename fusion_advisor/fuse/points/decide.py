@@ -159,9 +159,9 @@ class Decided:
             self, served=Served(sizes=self.served.sizes, module=None, reason=reason), row=replace(self.row, reason=reason)
         )
 
-    def in_segments(self) -> Decided:
-        """Return the same with its call in segments."""
-        return replace(self, served=replace(self.served, in_segments=True), row=replace(self.row, in_segments=True))
+    def in_segments(self, *, is_on: bool) -> Decided:
+        """Return the same with its call in segments, or launch by launch."""
+        return replace(self, served=replace(self.served, in_segments=is_on), row=replace(self.row, in_segments=is_on))
 
 
 def not_decided(sizes: Sizes, reason: str) -> Decided:
@@ -270,11 +270,11 @@ def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:
     if one.row.reason:
         return one
     if not work.options.is_timed:
-        return one.in_segments() if workpiece.opened.symbols_of(CACHED) else one
+        return one.in_segments(is_on=bool(workpiece.opened.symbols_of(CACHED)))
     eager, ours, *segmented = _times(work, workpiece.opened, _module_at(workpiece, one.served), one.served.sizes)
-    if segmented and segmented[0].ci_high_ns < ours.ci_low_ns:
-        ours, one = segmented[0], one.in_segments()
-    one = replace(one, row=replace(one.row, eager=eager, ours=ours))
+    is_cut = bool(segmented) and segmented[0].ci_high_ns < ours.ci_low_ns
+    ours = segmented[0] if is_cut else ours
+    one = replace(one, row=replace(one.row, eager=eager, ours=ours)).in_segments(is_on=is_cut)
     if ours.ci_low_ns <= eager.ci_high_ns:
         return one
     return one.refused(f"the original ops take {units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}")

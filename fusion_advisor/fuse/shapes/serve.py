@@ -161,8 +161,9 @@ class ServedPiece:
     def _runner(self, key: tuple[int, ...]) -> Callable[..., Any]:
         """Return what runs at a shape."""
         sizes = self._sizes(key)
-        module = self.at(sizes).graph_at(key)
-        if self.cutter is not None and self.at(sizes).in_segments:
+        point = self.at(sizes)
+        module = point.graph_at(key)
+        if self.cutter is not None and point.in_segments:
             fixed = tuple(size for name, size in sizes.items() if name != CACHED)
             return self.cutter.region(module, self.names, fixed) or module.forward
         if self._wrap is None:
