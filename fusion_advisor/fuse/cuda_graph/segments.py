@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion_advisor.capture.graph.fx_nodes import draws_numbers, tensors_of, written_storages
 from fusion_advisor.fuse.cuda_graph.capturable import has_collectives, host_work
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
-from fusion_advisor.runtime.torch_internals import symbolic_sizes, tensor_memory
+from fusion_advisor.runtime.torch_internals import fx_trace, symbolic_sizes, tensor_memory
 
 LEAST_LAUNCHES = 4
 """Of a segment: a replay and the copies of what it reads cost the host about as much as two or three launches."""
@@ -218,7 +218,7 @@ class _Plan:
 def _module_of(
     root: GraphModule, nodes: Iterable[Node], inputs: Sequence[Node], outputs: Sequence[Node], given: Mapping[Node, None]
 ) -> GraphModule:
-    """Return ops as a module of their own."""
+    """Return ops as a module of their own; it is interpreted where it is recorded, and needs no code."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in inputs:
@@ -229,7 +229,7 @@ def _module_of(
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[node] for node in outputs])
-    return GraphModule(root, graph, class_name="Segment")
+    return fx_trace.lazy_graph_module(root, graph, class_name="Segment")
 
 
 def _with_given(nodes: set[Node], given: Mapping[Node, None]) -> set[Node]:
