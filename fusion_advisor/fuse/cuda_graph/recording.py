@@ -208,10 +208,6 @@ class Recording:
         known = [reference() for reference in self.objects]
         return self.saved is not None and len(known) == len(objects) and all(map(operator.is_, known, objects))
 
-    def may_run_ahead(self, objects: Sequence[Any]) -> bool:
-        """Whether a call that passes these objects may launch it before its guards are checked, as its inputs lie now."""
-        return self.may_be_undone(objects) and self.is_in_place()
-
     def undo(self) -> None:
         """Put back what a replay in vain has written to."""
         pairs = [(reference(), copy) for reference, copy in self.saved or ()]
@@ -227,14 +223,9 @@ class Recording:
 
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graph's assumptions hold for these inputs; dynamo's guards have passed."""
-        for copy in self.copies:
-            if args[copy.slot] is not leaves[copy.leaf]:
-                return False
-        for slot, value in self.others:
-            if type(args[slot]) is not type(value) or args[slot] != value:
-                return False
         return (
-            self.addresses.are_of([args[slot] for slot in self.slots])
+            inputs_are(args, leaves, self.copies, self.others)
+            and self.addresses.are_of([args[slot] for slot in self.slots])
             and versions_are(self.folded_from)
             and backend_flags() == self.flags
         )
@@ -279,6 +270,16 @@ def copy_in(copies: Sequence[InputCopy], leaves: Sequence[torch.Tensor]) -> None
     elif copies:  # one call, and one launch where they have one dtype
         values = [leaves[copy.leaf] if copy.is_dense else flat(leaves[copy.leaf]) for copy in copies]
         torch._foreach_copy_([copy.static for copy in copies], values)
+
+
+def inputs_are(
+    args: Sequence[Any], leaves: Sequence[torch.Tensor], copies: Sequence[InputCopy], others: Sequence[tuple[int, Any]]
+) -> bool:
+    """Whether inputs that are copied are the call's tensors, and those that are no tensors what they were."""
+    for copy in copies:
+        if args[copy.slot] is not leaves[copy.leaf]:
+            return False
+    return all(type(args[slot]) is type(value) and args[slot] == value for slot, value in others)
 
 
 def versions_are(folded_from: Sequence[tuple[torch.Tensor, int]]) -> bool:

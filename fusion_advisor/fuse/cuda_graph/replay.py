@@ -164,7 +164,12 @@ class Graphs:
             recording = None if latest is None else self._recordings.get(latest)
             under_way = self._call = _Call(threading.get_ident(), key, leaves, objects)
             # Segments are not in `_latest`: ahead of the guards the ops in between would run on inputs that nobody has checked.
-            if self._may_run_ahead and isinstance(recording, Recording) and recording.may_run_ahead(objects):
+            if (
+                self._may_run_ahead
+                and isinstance(recording, Recording)
+                and recording.may_be_undone(objects)
+                and recording.is_in_place()
+            ):
                 recording.replay(leaves)
                 self.launches += recording.launches
                 self.ahead += 1

@@ -8,7 +8,7 @@ weights are compared once for a call. A segment is never launched ahead of the g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +24,12 @@ from fusion_advisor.fuse.cuda_graph.recording import (
     backend_flags,
     copy_in,
     given_results,
+    inputs_are,
     results_of,
     static_copy,
     versions_are,
 )
-from fusion_advisor.fuse.cuda_graph.region_inputs import RegionInputs, sort_inputs
+from fusion_advisor.fuse.cuda_graph.region_inputs import sort_inputs
 from fusion_advisor.fuse.cuda_graph.segments import Segment, Segments, split
 from fusion_advisor.fuse.cuda_graph.watched_run import Watched
 from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
@@ -77,9 +78,12 @@ class SegmentedRegion(GraphedRegion):
         )
         players = [_BeingRecorded(making, part) for part in segments.parts]
         segments.whole.forward(*players, *args)
+        used = tuple(slots[place] for place in inputs.slots)
         return SegmentedRecording(
-            segments=segments, slots=slots, inputs=inputs, players=tuple(making.players), statics=tuple(making.statics),
-            addresses=tensor_memory.Addresses([args[slots[place]] for place in inputs.slots]),
+            segments=segments, players=tuple(making.players), statics=tuple(making.statics),
+            copies=tuple(replace(copy, slot=slots[copy.slot]) for copy in inputs.copies),
+            slots=used, addresses=tensor_memory.Addresses([args[slot] for slot in used]),
+            others=tuple((slots[place], value) for place, value in inputs.others),
             folded_from=folded_from(self.module), flags=backend_flags(), launches=making.launches,
         )  # fmt: skip
 
@@ -119,11 +123,11 @@ class SegmentedRecording:
 
     Attributes:
         segments: with the ops in between.
-        slots: places of the region's inputs that segments read.
-        inputs: these, by what is done with them.
         players: replay one segment each.
         statics: memory that what is passed to segments is copied into.
-        addresses: of the inputs that are used where they lie.
+        copies: inputs of the region that are copied in.
+        slots: places of the inputs that are used where they are, ``addresses`` their addresses; none is kept alive.
+        others: inputs that are no tensors, by place.
         folded_from: what folded values were computed from, with the version count of then.
         flags: backend flags that the kernels were chosen by.
         launches: generated kernels that the replays of one call launch.
@@ -131,11 +135,12 @@ class SegmentedRecording:
     """
 
     segments: Segments
-    slots: tuple[int, ...]
-    inputs: RegionInputs
     players: tuple[_Player, ...]
     statics: tuple[torch.Tensor, ...]
+    copies: tuple[InputCopy, ...]
+    slots: tuple[int, ...]
     addresses: tensor_memory.Addresses
+    others: tuple[tuple[int, Any], ...]
     folded_from: tuple[tuple[torch.Tensor, int], ...]
     flags: tuple[Any, ...]
     launches: int
@@ -146,24 +151,20 @@ class SegmentedRecording:
     @property
     def input_bytes(self) -> int:
         """Memory of copied inputs."""
-        return sum(one.nbytes for one in (*self.statics, *(copy.static for copy in self.inputs.copies)))
+        return sum(one.nbytes for one in (*self.statics, *(copy.static for copy in self.copies)))
 
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graphs' assumptions hold for these inputs; dynamo's guards have passed."""
-        slots, inputs = self.slots, self.inputs
-        for copy in inputs.copies:
-            if args[slots[copy.slot]] is not leaves[copy.leaf]:
-                return False
-        for place, value in inputs.others:
-            now = args[slots[place]]
-            if type(now) is not type(value) or now != value:
-                return False
-        used = [args[slots[place]] for place in inputs.slots]
-        return self.addresses.are_of(used) and versions_are(self.folded_from) and backend_flags() == self.flags
+        return (
+            inputs_are(args, leaves, self.copies, self.others)
+            and self.addresses.are_of([args[slot] for slot in self.slots])
+            and versions_are(self.folded_from)
+            and backend_flags() == self.flags
+        )
 
     def run(self, args: Sequence[Any], leaves: Sequence[torch.Tensor], _: Outputs) -> Any:
         """Run the region: replay its segments, and launch the ops in between."""
-        copy_in(self.inputs.copies, leaves)
+        copy_in(self.copies, leaves)
         self.replays += 1
         return self.segments.whole.forward(*self.players, *args)
 

@@ -122,8 +122,10 @@ class _Plan:
     """
 
     def __init__(self, module: GraphModule, growing: frozenset[Any]) -> None:
-        self._module, self._growing = module, growing
+        self._module = module
         self._nodes: list[Node] = list(module.graph.nodes)
+        given = (_symbols_of(node) for node in self._nodes if node.op == "placeholder")
+        self._stay = frozenset[Any]().union(*given) - growing
         self.given: dict[Node, None] = {}
         self.level: dict[Node, int] = {}
         self._fixed: set[Node] = set()
@@ -154,9 +156,8 @@ class _Plan:
             self.fixed_at[self.level[node]].append(node)
 
     def _grows(self, node: Node) -> bool:
-        """Whether a node's value has a growing size, or is one."""
-        value = _value(node)
-        return any(self._growing & _symbols(one) for one in (value if isinstance(value, tuple | list) else [value]))
+        """Whether a node's value has a size, or is one, that grows, or that follows from values (the count of nonzero ones)."""
+        return not _symbols_of(node) <= self._stay
 
     def _is_worth(self, nodes: Sequence[Node]) -> bool:
         if _launches(nodes) < LEAST_LAUNCHES:
@@ -259,6 +260,11 @@ def _value(node: Node) -> Any:
 
 def _memory(node: Node) -> list[int]:
     return [tensor_memory.storage_key(value) for value in tensors_of(_value(node))]
+
+
+def _symbols_of(node: Node) -> set[Any]:
+    value = _value(node)
+    return set().union(*map(_symbols, value if isinstance(value, tuple | list) else [value]))
 
 
 def _symbols(value: Any) -> set[Any]:

@@ -329,7 +329,7 @@ def test_a_value_that_a_result_may_be_a_view_of_is_copied_out():
 def test_real_graphs_give_the_same_bits(model_of, dtype):
     model, kwargs = model_of()
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("error", message="fusion-advisor")
         fused, call = serving_decode((model.cuda().to(dtype), kwargs), CudaRecorder())
         expected = [launched(fused, call, batch, seed=batch) for batch in (2, 4)]
         both = [Decoding(fused, call, batch, seed=batch) for batch in (2, 4)]
