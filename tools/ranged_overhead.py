@@ -1,8 +1,9 @@
 """Measures what a decode step in a range of sizes takes beside its kernels: ``python -m tools.ranged_overhead [--trees A B]``.
 
 A small model serves a range with no rewrite. A stand-in takes the place of CUDA graphs: it records by running the step once, and
-a replay does nothing. So all that is timed is Python, dynamo, the checks and the copies around a replay. A growing cache has no
-graph; its graph returns at once what it returned before. Times are the fifth percentile of single calls in microseconds.
+a replay does nothing. So all that is timed is Python, dynamo, the checks and the copies around a replay. On a growing cache the
+whole graph returns at once what it returned before, or its ops are launched, or its segments are replayed and the ops between
+them launched. Times are the fifth percentile of single calls in microseconds.
 
 ``--trees`` names checkouts of this repository that take turns, each in processes of its own. Figures:
 ``docs/measurements/call_overhead.md``.
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,16 +30,20 @@ from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
+from fusion_advisor.fuse.shapes.pieces import Served
 from fusion_advisor.fuse.shapes.ranged_calls import ranged_calls
-from fusion_advisor.fuse.shapes.serve import Served, ShapeTable, serving
+from fusion_advisor.fuse.shapes.serve import ShapeTable, serving
 from fusion_advisor.runtime.call_tensors import objects_in
 from fusion_advisor.workload.load import describe_live
 from tools.call_overhead import known, model_of
 
-CASES = {
-    "gpt2, static cache": ("gpt2-prefill", "static decode"),
-    "qwen2, static cache": ("qwen2-static", "static decode"),
-    "gpt2, growing cache": ("gpt2-prefill", "decode"),
+Way = Literal["replayed", "answered", "launched", "segments"]
+CASES: dict[str, tuple[str, str, Way]] = {
+    "gpt2, static cache": ("gpt2-prefill", "static decode", "replayed"),
+    "qwen2, static cache": ("qwen2-static", "static decode", "replayed"),
+    "gpt2, growing cache": ("gpt2-prefill", "decode", "answered"),
+    "qwen2, growing cache, launch by launch": ("qwen2-static", "decode", "launched"),
+    "qwen2, growing cache, in segments": ("qwen2-static", "decode", "segments"),
 }
 _RANGES = "batch=1..4,seq=1..16,cached=1..48"
 _SIZES = {"batch": 1, "room": 48, "cached": 20}
@@ -70,7 +75,7 @@ def served(case: str, layers: int) -> tuple[FusedModel, tuple[Any, ...], dict[st
         case: one of ``CASES``.
         layers: of the model.
     """
-    kind, step = CASES[case]
+    kind, step, way = CASES[case]
     model, args, _ = model_of(kind, layers)
     given = {"input_ids": torch.randint(1, 200, (1, 8))}
     live = capture_regions(model, args, given)
@@ -86,7 +91,8 @@ def served(case: str, layers: int) -> tuple[FusedModel, tuple[Any, ...], dict[st
     pieces = []
     for piece in call.pieces(capture):
         sizes = {one.name: one.least for one in piece.box}
-        points = [] if piece.opened is None else [Served(sizes=sizes, module=piece.opened.region.graph)]
+        graph = None if piece.opened is None else piece.opened.region.graph
+        points = [] if graph is None else [Served(sizes=sizes, module=graph, in_segments=way == "segments")]
         pieces.append(serving(piece, points))
     example = (call.args, call.kwargs)
     fused.serve([ShapeTable(call.ranges, call.dims, pieces, example, may_record=call.may_record)])
@@ -118,7 +124,9 @@ def measure(case: str, layers: int, calls: int) -> float:
             call()
         assert fused.graphs is not None
         assert not fused.fallbacks, fused.fallbacks
-        if not fused.graphs.recordings:
+        way = CASES[case][2]
+        assert bool(fused.graphs.recordings) is (way in ("replayed", "segments"))
+        if way == "answered":
             _answer_at_once(fused)
         for _ in range(calls):
             call()

@@ -30,10 +30,10 @@ from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
-from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, find_again
+from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, Served, find_again
 from fusion_advisor.fuse.shapes.proved_sizes import prove_sizes
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls, table_of
-from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, serving
+from fusion_advisor.fuse.shapes.serve import ServedPiece, serving
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
 from fusion_advisor.fuse.start.guard_tree import Differs
 from fusion_advisor.fuse.start.opened_again import open_again
@@ -175,6 +175,7 @@ class _Restoring:
                     known[one] = self._fusion(work, one, kernels[one.kernel], f"S{len(known) + 1}")
             module = build(work, [known[one] for one in row.fusions], row.passes)
             served = finished(work, module, sizes, with_flags=DROP_MASKS.id in row.passes)
+            served = replace(served, in_segments=row.in_segments)
         except (NoOneProgram, CannotLower, KernelBuildFailed, LooksAtSizes, KeyError) as error:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
         args, kwargs = self._ranged.at(sizes)

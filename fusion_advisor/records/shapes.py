@@ -65,6 +65,8 @@ class ShapePoint:
     """Sizes of the point of the same piece whose rewrites were taken over; empty where they were decided here."""
     pads: bool = False
     """Whether calls near this point may run in the CUDA graph of rounded up sizes."""
+    in_segments: bool = False
+    """Whether parts of a step on a growing cache may run as CUDA graphs: what does not depend on the cache's length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

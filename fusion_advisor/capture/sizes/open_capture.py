@@ -73,6 +73,10 @@ class OpenCapture:
         """Return the size of each of dynamo's symbols."""
         return {symbol: dim_size(name, sizes) for symbol, name in self.names.items()}
 
+    def symbols_of(self, name: str) -> frozenset[Any]:
+        """Return the symbols of the sizes that a dim is, or that are counted from it."""
+        return frozenset(symbol for symbol, dim in self.names.items() if base_of(dim) == name)
+
     def symbols_now(self) -> dict[Any, int]:
         """Return the size of each of dynamo's symbols in the call that was traced."""
         return self.symbols(self.sizes)

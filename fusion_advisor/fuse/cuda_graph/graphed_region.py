@@ -16,12 +16,13 @@ from fusion_advisor.fuse.cuda_graph.region_inputs import Undo, sort_inputs
 from fusion_advisor.fuse.cuda_graph.tail import LeftOut, left_out
 from fusion_advisor.fuse.cuda_graph.watched_run import Watched
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
-from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in
+from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
 from fusion_advisor.runtime.torch_internals import tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
 
 if TYPE_CHECKING:
     from fusion_advisor.fuse.cuda_graph.replay import Graphs
+    from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
 
 _MOST_WAITS = 64
 
@@ -82,7 +83,7 @@ class GraphedRegion:
         objects: Sequence[Any] = (),
         *,
         outputs: Outputs = "clone",
-    ) -> Recording:
+    ) -> Recording | SegmentedRecording:
         """Record the region for inputs like these.
 
         Raises:
@@ -93,6 +94,7 @@ class GraphedRegion:
         slots_of_copies = [copy.slot for copy in inputs.copies]
         after_graph = left_out(self.module, slots_of_copies, inputs.values) if outputs == "clone" else {}
         runner = Watched(self.module, _stand_ins(after_graph))
+        before = total(self.tallies)
         undo = self._undo(inputs.values)
 
         def step() -> Any:
@@ -118,10 +120,11 @@ class GraphedRegion:
             watched_addresses=tensor_memory.Addresses([args[slot] for slot in watched]),
             layouts={place: layout_of(args[slot]) for place, slot in enumerate(watched) if slot in read_after_graph},
             gone=gone, addresses=tensor_memory.Addresses(used),
-            folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
+            folded_from=folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
             meet=self.graphs.meet if has_collectives(self.module) else None,
             saved=undo.pairs(), objects=tuple(map(weakref.ref, objects)),
             memories=memories, results=results, kind=type(result) if is_list else torch.Tensor,
+            launches=total(self.tallies) - before,
         )  # fmt: skip
 
     def _require_one_device(self, values: Sequence[Any]) -> None:
@@ -144,7 +147,8 @@ class GraphedRegion:
             return Undo(can_undo=can_undo, written=tuple(written), saved=tuple(map(torch.empty_like, written)))
 
 
-def _folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:
+def folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:
+    """Return what a graph's folded values were computed from, with the version count of then."""
     return tuple(version for node in module.graph.nodes if isinstance(node.target, Held) for version in node.target.versions)
 
 

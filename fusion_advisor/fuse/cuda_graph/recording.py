@@ -216,32 +216,30 @@ class Recording:
             with torch.no_grad():
                 torch._foreach_copy_([tensor for tensor, _ in alive], [copy for _, copy in alive])
 
-    def is_unwritten(self) -> bool:
-        """Whether folded values are still those of their sources."""
-        return all(tensor._version == version for tensor, version in self.folded_from)
+    @property
+    def input_bytes(self) -> int:
+        """Memory of copied inputs."""
+        return sum(copy.static.nbytes for copy in self.copies)
 
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graph's assumptions hold for these inputs; dynamo's guards have passed."""
-        for copy in self.copies:
-            if args[copy.slot] is not leaves[copy.leaf]:
-                return False
-        for slot, value in self.others:
-            if type(args[slot]) is not type(value) or args[slot] != value:
-                return False
         return (
-            self.addresses.are_of([args[slot] for slot in self.slots]) and self.is_unwritten() and backend_flags() == self.flags
+            inputs_are(args, leaves, self.copies, self.others)
+            and self.addresses.are_of([args[slot] for slot in self.slots])
+            and versions_are(self.folded_from)
+            and backend_flags() == self.flags
         )
 
     def replay(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy the call's tensors in and launch."""
-        if len(self.copies) == 1:
-            (only,) = self.copies
-            only.fill(leaves[only.leaf])
-        elif self.copies:  # one call, and one launch where they have one dtype
-            values = [leaves[copy.leaf] if copy.is_dense else flat(leaves[copy.leaf]) for copy in self.copies]
-            torch._foreach_copy_([copy.static for copy in self.copies], values)
+        copy_in(self.copies, leaves)
         self.play()
         self.replays += 1
+
+    def run(self, args: Sequence[Any], leaves: Sequence[torch.Tensor], outputs: Outputs) -> list[torch.Tensor]:
+        """Replay once the guards have passed; returns memory for the results."""
+        self.replay(leaves)
+        return self.hand_out(args, outputs)
 
     def hand_out(self, inputs: Sequence[Any] | Mapping[int, Any], outputs: Outputs) -> list[torch.Tensor]:
         """Launch the ops that follow the replay just launched; returns memory for the results: new each time, or ``static``.
@@ -263,6 +261,30 @@ class Recording:
         """
         given = given_results(self.results, args, fresh)
         return given[0] if self.kind is torch.Tensor else self.kind(given)
+
+
+def copy_in(copies: Sequence[InputCopy], leaves: Sequence[torch.Tensor]) -> None:
+    """Copy a call's tensors into the static ones."""
+    if len(copies) == 1:
+        copies[0].fill(leaves[copies[0].leaf])
+    elif copies:  # one call, and one launch where they have one dtype
+        values = [leaves[copy.leaf] if copy.is_dense else flat(leaves[copy.leaf]) for copy in copies]
+        torch._foreach_copy_([copy.static for copy in copies], values)
+
+
+def inputs_are(
+    args: Sequence[Any], leaves: Sequence[torch.Tensor], copies: Sequence[InputCopy], others: Sequence[tuple[int, Any]]
+) -> bool:
+    """Whether inputs that are copied are the call's tensors, and those that are no tensors what they were."""
+    for copy in copies:
+        if args[copy.slot] is not leaves[copy.leaf]:
+            return False
+    return all(type(args[slot]) is type(value) and args[slot] == value for slot, value in others)
+
+
+def versions_are(folded_from: Sequence[tuple[torch.Tensor, int]]) -> bool:
+    """Whether folded values are still those of their sources."""
+    return all(tensor._version == version for tensor, version in folded_from)
 
 
 def backend_flags() -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from fusion_advisor.fuse.cuda_graph.recording import (
     Recorder,
     Recording,
 )
+from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
 from fusion_advisor.fuse.rewrite.launch_count import total
 from fusion_advisor.runtime.fallback_warning import warn_caller
 from fusion_advisor.timing.interleaving import CannotRecord
@@ -99,7 +100,7 @@ class Graphs:
         self.refusals: dict[str, int] = {}
         self._recorder = recorder
         self._limit = limit
-        self._recordings: OrderedDict[GraphedRegion, Recording] = OrderedDict()
+        self._recordings: OrderedDict[GraphedRegion, Recording | SegmentedRecording] = OrderedDict()
         self._latest: dict[Any, GraphedRegion] = {}
         self._lock = threading.Lock()
         self._call: _Call | None = None
@@ -117,8 +118,8 @@ class Graphs:
         self._outputs = outputs
 
     @property
-    def recordings(self) -> tuple[Recording, ...]:
-        """The recordings, the one replayed longest ago first."""
+    def recordings(self) -> tuple[Recording | SegmentedRecording, ...]:
+        """The recordings, the one replayed longest ago first; all segments of a region are one."""
         return tuple(self._recordings.values())
 
     @property
@@ -130,8 +131,7 @@ class Graphs:
 
     def pool_bytes(self) -> int:
         """Device memory that the graphs hold, static inputs included."""
-        inputs = sum(copy.static.nbytes for recording in self.recordings for copy in recording.copies)
-        return self._recorder.pool_bytes() + inputs
+        return self._recorder.pool_bytes() + sum(recording.input_bytes for recording in self.recordings)
 
     def forget(self) -> None:
         """Drop every recording; the next call of each signature records anew."""
@@ -163,7 +163,13 @@ class Graphs:
             latest = self._latest.get(key)
             recording = None if latest is None else self._recordings.get(latest)
             under_way = self._call = _Call(threading.get_ident(), key, leaves, objects)
-            if recording is not None and self._may_run_ahead and recording.may_be_undone(objects) and recording.is_in_place():
+            # Segments are not in `_latest`: ahead of the guards the ops in between would run on inputs that nobody has checked.
+            if (
+                self._may_run_ahead
+                and isinstance(recording, Recording)
+                and recording.may_be_undone(objects)
+                and recording.is_in_place()
+            ):
                 recording.replay(leaves)
                 self.launches += recording.launches
                 self.ahead += 1
@@ -226,7 +232,6 @@ class Graphs:
             before = total(region.tallies)
             try:
                 recording = region.record(self._recorder, args, leaves, call.objects, outputs=self.outputs)
-                recording.launches = total(region.tallies) - before
             except CannotRecord as error:
                 if not self._make_room(error):
                     region.refusal = str(error)
@@ -242,14 +247,13 @@ class Graphs:
             region.moves = 0
         self._recordings.move_to_end(region)
         self.padded += int(padded is not None)
-        if padded is None:
+        if padded is None and isinstance(recording, Recording):
             self._latest[call.key] = region
         while len(self._latest) > 4 * self._limit:
             del self._latest[next(iter(self._latest))]
         if call.launched is not recording:
-            recording.replay(leaves)
             self.launches += recording.launches
-            call.fresh = recording.hand_out(args, self.outputs)
+            call.fresh = recording.run(args, leaves, self.outputs)
         call.launched = None
         return recording.give(args, call.fresh)
 

@@ -183,7 +183,8 @@ class FusedModel(InPlace):
                 return self._run_compiled(call, args, kwargs, leaves, objects)
 
             try:
-                graphs = self.graphs if call.may_record else None
+                is_cut = call.piece is not None and call.piece.cutter is not None
+                graphs = self.graphs if call.may_record or is_cut else None
                 return run() if graphs is None else graphs.run(call, leaves, run, objects)
             except _Refused as refused:
                 refusal = str(refused)
@@ -287,6 +288,7 @@ class FusedModel(InPlace):
         """Serve ranges of sizes from now on, one table for each way to call the model; ``generate`` stands for its own."""
         self.shapes, self._generate = tuple(tables), generate
         self._known.clear()
+        on_trace = functools.partial(setattr, self, "traced_because")
         for table in tables:
             if table.writes:
                 leaves: list[torch.Tensor] = []
@@ -294,11 +296,10 @@ class FusedModel(InPlace):
                 signature(args, kwargs, leaves)
                 table.sharing = sharing(leaves)
             self._launches.include(table.modules)
+            graphs, most_bytes = self.graphs if table.may_record else None, table.most_result_bytes
+            wrap = None if graphs is None else functools.partial(GraphedRegion, graphs=graphs, most_result_bytes=most_bytes)
             for piece in table.pieces:
-                graphs, most_bytes = self.graphs if table.may_record else None, table.most_result_bytes
-                region = functools.partial(GraphedRegion, most_result_bytes=most_bytes)
-                wrap = None if graphs is None else functools.partial(region, graphs=graphs)
-                piece.start(self.model, wrap, self._rewritten.other, functools.partial(setattr, self, "traced_because"))
+                piece.start(self.model, wrap, self._rewritten.other, on_trace, self.graphs)
                 self._guard.watch(piece.code)
 
     def specialize(self, *args: Any, **kwargs: Any) -> Specialised | None:

@@ -16,10 +16,9 @@ from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.padding import PadForm, listed
-from fusion_advisor.fuse.shapes.pieces import Box
+from fusion_advisor.fuse.shapes.pieces import Box, Served
 from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall
-from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.show_padding import Given, Judge, Pays, ShownPadding, show_padding
 from fusion_advisor.fuse.shapes.time_calls import time_calls
 from fusion_advisor.records import Timing

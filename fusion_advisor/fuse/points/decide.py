@@ -14,6 +14,7 @@ from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.model_check import check_region
@@ -21,11 +22,12 @@ from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.plan.size_ranges import CACHED
+from fusion_advisor.fuse.points.segments_trial import in_segments
 from fusion_advisor.fuse.points.time_limit import TimeLimit, WatchedProgress
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
-from fusion_advisor.fuse.shapes.pieces import Box
+from fusion_advisor.fuse.shapes.pieces import Box, Served
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall
-from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece, all_sized, build, finished
 from fusion_advisor.fuse.shapes.time_calls import time_calls
 from fusion_advisor.fuse.shapes.try_sizes import REFUSALS, refuse_sizes
@@ -85,6 +87,11 @@ class RangeWork:
     def may_pad(self) -> bool:
         """Whether padding is looked at; its reasons name the line of an op."""
         return self.pads and self.ranged.may_pad
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What records segments of a call to time them; None where CUDA graphs are off, or serve the whole call."""
+        return CudaRecorder() if self.pads and self.on_cuda and not self.ranged.may_record else None
 
     @property
     def on_cuda(self) -> bool:
@@ -150,6 +157,10 @@ class Decided:
         return replace(
             self, served=Served(sizes=self.served.sizes, module=None, reason=reason), row=replace(self.row, reason=reason)
         )
+
+    def in_segments(self, *, is_on: bool) -> Decided:
+        """Return the same with its call in segments, or launch by launch."""
+        return replace(self, served=replace(self.served, in_segments=is_on), row=replace(self.row, in_segments=is_on))
 
 
 def not_decided(sizes: Sizes, reason: str) -> Decided:
@@ -249,15 +260,22 @@ def wrong_elsewhere(work: RangeWork, workpiece: Workpiece, served: Served) -> st
 def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:
     """Time the original call at a point against the same call through dynamo's guards and the rewritten graph.
 
+    On a growing cache the rewritten graph is timed launch by launch and, on a GPU, in segments: the faster way is ours. Without
+    timing it runs in segments wherever there are CUDA graphs.
+
     Args:
         work: on the piece's call.
         workpiece: the piece.
         one: the point; one that is refused already stays as it is.
     """
-    if one.row.reason or not work.options.is_timed:
+    if one.row.reason:
         return one
-    eager, ours = _times(work, workpiece.opened, module_at(workpiece, one.served), one.served.sizes)
-    one = replace(one, row=replace(one.row, eager=eager, ours=ours))
+    if not work.options.is_timed:
+        return one.in_segments(is_on=bool(workpiece.opened.symbols_of(CACHED)))
+    eager, ours, *segmented = _times(work, workpiece.opened, module_at(workpiece, one.served), one.served.sizes)
+    is_cut = bool(segmented) and segmented[0].ci_high_ns < ours.ci_low_ns
+    ours = segmented[0] if is_cut else ours
+    one = replace(one, row=replace(one.row, eager=eager, ours=ours)).in_segments(is_on=is_cut)
     if ours.ci_low_ns <= eager.ci_high_ns:
         return one
     return one.refused(f"the original ops take {units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}")
@@ -287,14 +305,18 @@ def _times(work: RangeWork, opened: OpenCapture, module: torch.fx.GraphModule, s
     # The call that was checked has moved its cache on. Dynamo would trace it again, so a new one is timed.
     args, kwargs = work.ranged.at(sizes)
     written = opened.written_in(args, kwargs)
-    before, route.forward = route.forward, module.forward
-    try:
-        return time_calls(
-            [work.original, compiled.call], args, kwargs, work.instruments, on_cuda=work.on_cuda, written=written,
-            budget_s=work.budget_s,
-        )  # fmt: skip
-    finally:
-        route.forward = before
+    before = route.forward
+    with in_segments(route, compiled.call, module, opened, (args, kwargs), work.recorder) as segmented:
+
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            route.forward = module.forward
+            return compiled.call(*args, **kwargs)
+
+        ways = [work.original, ours, *([] if segmented is None else [segmented])]
+        try:
+            return time_calls(ways, args, kwargs, work.instruments, on_cuda=work.on_cuda, written=written, budget_s=work.budget_s)
+        finally:
+            route.forward = before
 
 
 def text_of(sizes: Mapping[str, int]) -> str:

@@ -10,9 +10,11 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import isqrt, log, prod
 
-from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture
+from torch.fx import GraphModule
+
+from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture, Sizes
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import SizeRange
 
@@ -269,3 +271,46 @@ def points_of(box: Box, *, most: int, asked: Sequence[Mapping[str, int]] = ()) -
     if found[-1] is not largest and prod(largest.values()) > prod(found[-1].values()) and len(found) > 1:
         found[-1] = largest
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What runs near one point of a piece.
+
+    Attributes:
+        sizes: of the point.
+        module: the piece's graph with the rewrites that stay there; None: the original ops.
+        reason: why the original ops run.
+        plain: the same with masks, for shapes at which they say more than a flag does.
+        says_flags: whether the masks of a shape, by its open sizes, say what the flags in ``module`` do; None: there are none.
+        in_segments: what does not depend on a growing cache's length may run as CUDA graphs.
+    """
+
+    sizes: Sizes
+    module: GraphModule | None
+    reason: str = ""
+    plain: GraphModule | None = None
+    says_flags: Callable[..., bool] | None = None
+    in_segments: bool = False
+
+    @property
+    def modules(self) -> list[GraphModule]:
+        """Its graphs."""
+        return [module for module in (self.module, self.plain) if module is not None]
+
+    def graph_at(self, point: tuple[int, ...]) -> GraphModule:
+        """Return the graph that runs at a shape.
+
+        Args:
+            point: its open sizes.
+        """
+        flagged = self.says_flags is None or self.says_flags(*point)
+        chosen = self.module if flagged else self.plain
+        assert chosen is not None  # `find` sends a call without a graph to the original ops
+        return chosen
+
+    def distance(self, sizes: Sizes) -> float:
+        """Return how far other sizes are: by their product first (what a kernel moves), then by each."""
+        volume, own = prod(sizes.values()), prod(self.sizes.values())
+        each = sum(abs(log(sizes[name] / size)) for name, size in self.sizes.items())
+        return abs(log(volume / own)) + 0.1 * each

@@ -6,7 +6,6 @@ Open tensors must be contiguous. A call is looked at once for each exact shape; 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,54 +18,15 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route, writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import Dims, Sizes, call_tensors, sizes_of
 from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.cuda_graph.segmented_region import Cutter
 from fusion_advisor.fuse.direct.direct_call import Shortcut
+from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.shapes.call_form import CallParts, Row, has_odd_strides, laid_out, odd_tensor, pattern_of, sizes_in
 from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding
-from fusion_advisor.fuse.shapes.pieces import Box, Piece, contains
+from fusion_advisor.fuse.shapes.pieces import Box, Piece, Served, contains
 from fusion_advisor.fuse.start.untraced_call import TracedAgain, UntracedCall
 from fusion_advisor.records import SizeRange
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What runs near one point of a piece.
-
-    Attributes:
-        sizes: of the point.
-        module: the piece's graph with the rewrites that stay there; None: the original ops.
-        reason: why the original ops run.
-        plain: the same with masks, for shapes at which they say more than a flag does.
-        says_flags: whether the masks of a shape, by its open sizes, say what the flags in ``module`` do; None: there are none.
-    """
-
-    sizes: Sizes
-    module: GraphModule | None
-    reason: str = ""
-    plain: GraphModule | None = None
-    says_flags: Callable[..., bool] | None = None
-
-    @property
-    def modules(self) -> list[GraphModule]:
-        """Its graphs."""
-        return [module for module in (self.module, self.plain) if module is not None]
-
-    def graph_at(self, point: tuple[int, ...]) -> GraphModule:
-        """Return the graph that runs at a shape.
-
-        Args:
-            point: its open sizes.
-        """
-        flagged = self.says_flags is None or self.says_flags(*point)
-        chosen = self.module if flagged else self.plain
-        assert chosen is not None  # `find` sends a call without a graph to the original ops
-        return chosen
-
-    def distance(self, sizes: Sizes) -> float:
-        """Return how far other sizes are: by their product first (what a kernel moves), then by each."""
-        volume, own = math.prod(sizes.values()), math.prod(self.sizes.values())
-        each = sum(abs(math.log(sizes[name] / size)) for name, size in self.sizes.items())
-        return abs(math.log(volume / own)) + 0.1 * each
-
 
 Wrap = Callable[[GraphModule, tuple[str, ...]], GraphedRegion]
 
@@ -88,6 +48,8 @@ class ServedPiece:
         writes: it writes to what it is given.
         padding: sizes that may be rounded up to share a CUDA graph; None: each shape has its own.
         untraced: makes the call where the piece's graph was read from a file.
+        growing: symbols of the sizes that grow from call to call.
+        cutter: lets parts of its calls run as CUDA graphs; None where none may.
     """
 
     box: Box
@@ -102,6 +64,8 @@ class ServedPiece:
     writes: bool = False
     padding: Padding | None = None
     untraced: UntracedCall | None = None
+    growing: frozenset[Any] = frozenset()
+    cutter: Cutter | None = None
     _wrap: Wrap | None = None
     _shortcut: Shortcut | UntracedCall | None = None
     _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
@@ -112,8 +76,9 @@ class ServedPiece:
         return min(self.points, key=lambda point: point.distance(sizes))
 
     def start(
-        self, model: torch.nn.Module, wrap: Wrap | None, other: Callable[..., Any], on_trace: Callable[[str], object]
-    ) -> None:
+        self, model: torch.nn.Module, wrap: Wrap | None, other: Callable[..., Any], on_trace: Callable[[str], object],
+        graphs: Graphs | None = None,
+    ) -> None:  # fmt: skip
         """Let the compiled call run the rewritten graphs.
 
         Args:
@@ -121,8 +86,11 @@ class ServedPiece:
             wrap: makes of a graph what is called for one exact shape: it may be recorded as a CUDA graph. None: it is called.
             other: the backend for graphs that dynamo traces where its guards no longer hold.
             on_trace: takes the reason where a piece that started without a trace has to be traced for a call.
+            graphs: keep recorded segments of calls that are not recorded as a whole.
         """
         self._wrap = wrap
+        is_cut = wrap is None and any(point.in_segments for point in self.points)
+        self.cutter = Cutter(graphs, self.growing) if is_cut and graphs is not None else None
         self._runners.clear()
         self._graphed.clear()
         if self.route is not None:
@@ -148,7 +116,11 @@ class ServedPiece:
     def _runner(self, key: tuple[int, ...]) -> Callable[..., Any]:
         """Return what runs at a shape."""
         sizes = self._sizes(key)
-        module = self.at(sizes).graph_at(key)
+        point = self.at(sizes)
+        module = point.graph_at(key)
+        if self.cutter is not None and point.in_segments:
+            fixed = tuple(size for name, size in sizes.items() if name != CACHED)
+            return self.cutter.region(module, self.names, fixed) or module.forward
         if self._wrap is None:
             return module.forward
         exact, padding = self._region(key, module), self.padding
@@ -213,7 +185,7 @@ def serving(piece: Piece, points: Sequence[Served], padding: Padding | None = No
     return ServedPiece(
         box=piece.box, compiled=opened.live.compiled, untraced=opened.live.untraced, route=region.route, slots=opened.slots(),
         points=tuple(points), names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
-        writes=writes_to_inputs(region), padding=padding,
+        writes=writes_to_inputs(region), padding=padding, growing=opened.symbols_of(CACHED),
     )  # fmt: skip
 
 

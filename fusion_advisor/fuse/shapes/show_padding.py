@@ -26,9 +26,8 @@ from fusion_advisor.capture.graph.tracer import writes_to_inputs
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes
 from fusion_advisor.fuse.cuda_graph.capturable import host_work, place_of, writes_of
 from fusion_advisor.fuse.shapes.padding import Fill, Padding, PadForm, capacities, listed, rounded_up
-from fusion_advisor.fuse.shapes.pieces import Box, contains
+from fusion_advisor.fuse.shapes.pieces import Box, Served, contains
 from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes
-from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.workload.device import is_out_of_memory
 
 _SIZES = 2

@@ -23,8 +23,7 @@ from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.fuse.rewrite.sized_call import sized_call
 from fusion_advisor.fuse.shapes.open_kernel import OpenKernels, for_all_sizes, programs_at, tried_points
-from fusion_advisor.fuse.shapes.pieces import Piece
-from fusion_advisor.fuse.shapes.serve import Served
+from fusion_advisor.fuse.shapes.pieces import Piece, Served
 from fusion_advisor.fuse.shapes.size_values import flagged, keep_size_values
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.operand_names import named_like

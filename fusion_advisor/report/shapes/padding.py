@@ -1,11 +1,11 @@
-"""Which calls run in the CUDA graph of larger sizes, why others do not, and what finding that out took."""
+"""Which calls run in the CUDA graph of larger sizes, or in segments, why others do not, and what finding that out took."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from fusion_advisor import units
-from fusion_advisor.records import ShapePiece, ShapeRanges
+from fusion_advisor.records import ShapePiece, ShapePoint, ShapeRanges
 from fusion_advisor.report.shapes.rows import piece_rows
 
 PADDED = (
@@ -22,7 +22,7 @@ def padding_lines(shapes: ShapeRanges) -> tuple[str, ...]:
     """Return which sizes are rounded up to what, and why others are not; what is true of several pieces is said once."""
     pieces: dict[str, list[str]] = {}
     for row, piece in zip(piece_rows(shapes), shapes.pieces, strict=True):
-        for text in (*_padded(piece), *_not_padded(piece)):
+        for text in (*_padded(piece), *_not_padded(piece), *_in_segments(piece)):
             pieces.setdefault(text, []).append(row.sizes)
     return tuple(f"{_places(where)}: {text}" for text, where in pieces.items())
 
@@ -48,6 +48,17 @@ def _not_padded(piece: ShapePiece) -> list[str]:
     for name, reason in piece.not_padded:
         names.setdefault(reason, []).append(name)
     return [f"{_subject(own)} not padded: {reason.strip().rstrip('.')}." for reason, own in names.items()]
+
+
+def _in_segments(piece: ShapePiece) -> list[str]:
+    served = [point for point in piece.points if not point.reason]
+    own = [point for point in served if point.in_segments]
+    where = "" if len(own) == len(served) else f" near {_points(own)}"
+    return [f"what does not depend on the cache's length runs as CUDA graphs{where}."] if own else []
+
+
+def _points(points: Sequence[ShapePoint]) -> str:
+    return " and near ".join(", ".join(f"{name} {size}" for name, size in point.sizes) for point in points)
 
 
 def _subject(names: Sequence[str]) -> str:

@@ -24,8 +24,8 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.restore_shapes import restore_shapes
 from fusion_advisor.fuse.shapes.padding import capacity, rounded_up
+from fusion_advisor.fuse.shapes.pieces import Served
 from fusion_advisor.fuse.shapes.proved_sizes import prove_sizes
-from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.show_padding import show_padding
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.environment import measure_bandwidth

@@ -14,8 +14,7 @@ from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.fuse.points.decide import RangeWork, wrong_elsewhere
-from fusion_advisor.fuse.shapes.pieces import find_pieces
-from fusion_advisor.fuse.shapes.serve import Served
+from fusion_advisor.fuse.shapes.pieces import Served, find_pieces
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
 from fusion_advisor.records import SizeRange
 from tools.zoo.plain import SelectiveScan

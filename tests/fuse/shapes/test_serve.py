@@ -7,7 +7,8 @@ import torch
 from torch.fx import symbolic_trace
 
 from fusion_advisor.fuse.live.call_signature import parts_of, signature
-from fusion_advisor.fuse.shapes.serve import Served, ServedPiece, ShapeTable, VerifiedCall
+from fusion_advisor.fuse.shapes.pieces import Served
+from fusion_advisor.fuse.shapes.serve import ServedPiece, ShapeTable, VerifiedCall
 from fusion_advisor.records import SizeRange
 
 IDENTITY = symbolic_trace(torch.nn.Identity())

@@ -18,8 +18,8 @@ from fusion_advisor.fuse.live.padding_trial import faster_than_launches, trial_o
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.shapes.padding import capacities, pad_form
+from fusion_advisor.fuse.shapes.pieces import Served
 from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes, prove_sizes
-from fusion_advisor.fuse.shapes.serve import Served
 from fusion_advisor.fuse.shapes.show_padding import show_padding
 from fusion_advisor.records import SizeRange
 from fusion_advisor.workload.load import describe_live

@@ -51,3 +51,17 @@ def test_nothing_where_nothing_runs_as_a_graph_and_names_alone_of_an_earlier_ver
     first, *rest = shapes().pieces
     (line,) = padding_lines(replace(shapes(), pieces=(replace(first, padded=("batch",)), *rest)))
     assert line == "batch 2..16, seq 2..4096: padded to the next batch. The graph proves that padding changes nothing."
+
+
+def test_steps_that_run_in_segments_are_named() -> None:
+    made = shapes()
+    decode = replace(made.pieces[0], call="decode")
+    served = [point for point in decode.points if not point.reason]
+    assert len(served) > 1
+    points = tuple(replace(point, in_segments=True) for point in decode.points)
+    (line,) = padding_lines(replace(made, pieces=(replace(decode, points=points),)))
+    assert line == "decode: batch 2..16, seq 2..4096: what does not depend on the cache's length runs as CUDA graphs."
+    points = tuple(replace(point, in_segments=point is served[0]) for point in decode.points)
+    (line,) = padding_lines(replace(made, pieces=(replace(decode, points=points),)))
+    near = ", ".join(f"{name} {size}" for name, size in served[0].sizes)
+    assert line.endswith(f"runs as CUDA graphs near {near}.")
