@@ -377,7 +377,7 @@ class Finder:
 def test_calls_that_cuda_graphs_serve_are_captured_first():
     told = []
     calls = [
-        SimpleNamespace(name=name, may_record=name == "static decode", finder=lambda _, name=name: Finder(name, told))
+        SimpleNamespace(name=name, may_pad=name == "static decode", finder=lambda _, name=name: Finder(name, told))
         for name in ("prefill", "decode", "static decode")
     ]
     rows = _in_turn([SimpleNamespace(ranged=call, progress=Progress()) for call in calls])

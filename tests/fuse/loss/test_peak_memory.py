@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusion_advisor.fuse.loss.peak_memory import step_peak_bytes
+from fusion_advisor.fuse.train.passes.kept_values import keep_less
 from tests.runtime.torch_internals.test_autograd_graphs import halves_of
 
 ROWS, WIDTH, WORDS = 64, 4, 512
@@ -21,7 +22,7 @@ def test_a_16_bit_loss_peaks_at_its_logits_and_their_gradient(returns_log_softma
         found = torch.nn.functional.nll_loss(logs, labels)
         return (found, logs) if returns_log_softmax else found
 
-    _, (forward, backward) = halves_of(loss, rows, weight, torch.arange(ROWS))
+    _, (forward, backward) = halves_of(loss, rows, weight, torch.arange(ROWS), prepare=keep_less)
     logits_bytes, rest = 2 * ROWS * WORDS, 4 * (ROWS + WORDS) * (WIDTH + 8)
     peak = step_peak_bytes(forward, backward)
     if returns_log_softmax:  # it is written, and so is what its own gradient adds to the loss's

@@ -13,7 +13,7 @@ from fusion_advisor.errors import NoSecondDerivative
 from fusion_advisor.runtime.torch_internals import autograd_graphs
 
 
-def halves_of(function, *args):
+def halves_of(function, *args, prepare=None):
     """Compile a function with both passes as they are; returns (result, graphs of the passes)."""
     seen = []
 
@@ -22,7 +22,7 @@ def halves_of(function, *args):
         return graph_module.forward
 
     def backend(graph_module, inputs):
-        return autograd_graphs.with_backward(graph_module, inputs, take, take)
+        return autograd_graphs.with_backward(graph_module, inputs, take, take, prepare=prepare)
 
     result = torch.compile(function, backend=backend, dynamic=False)(*args)
     torch.compiler.reset()
