@@ -51,8 +51,10 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.plan.training_options import check_training_options
 from fusion_advisor.fuse.receipts import reverted, with_receipt
+from fusion_advisor.fuse.rewrite import device_memory
 from fusion_advisor.fuse.train import step_parts
 from fusion_advisor.fuse.train.journal import Entry, Journal
+from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.fuse.train.trained_model import TrainedModel
 from fusion_advisor.fuse.whole_model_gate import why_nothing_stays
 from fusion_advisor.records import EAGER, OURS, Baseline, Capture, Finding, Report, Status, Training
@@ -135,7 +137,7 @@ def apply_training(
         )  # fmt: skip
         on_report(report)
         with building_ahead(loaded.record.device, progress.warn, started) as ahead:
-            fused, journal = _rewritten(job, ahead)
+            fused, journal = _rewritten(job, ahead, _eager_bytes(own, measured))
         report = _with_findings(report, fused, journal, measured)
         on_report(report)
         final = _dry(report) if options.dry_run else _measured(job, fused, journal, report, on_report)
@@ -146,13 +148,20 @@ def apply_training(
     return TrainedRun(fused=fused, report=final, capture=capture)
 
 
-def _rewritten(job: TrainingJob, ahead: BuildAhead | None) -> tuple[TrainedModel, Journal]:
+def _eager_bytes(loaded: LoadedWorkload, measured: Measured) -> int | None:
+    """Return what the model's own step allocates at its peak; None where nothing measures it."""
+    needed = device_memory.needed_bytes(loaded.model, loaded.args, loaded.kwargs)
+    return measured.peak_bytes - needed if measured.peak_bytes else None
+
+
+def _rewritten(job: TrainingJob, ahead: BuildAhead | None, eager_bytes: int | None) -> tuple[TrainedModel, Journal]:
     """Capture the step, and rewrite and judge each of its graphs: all of that is done by the graphs' first call."""
     loaded, journal = job.loaded, Journal()
     names = {id(parameter): name for name, parameter in loaded.model.named_parameters()}
     tried = functools.partial(job.optimise, progress=job.progress, journal=journal, instruments=job.instruments, ahead=ahead)
     fuse = functools.partial(
-        fuse_graph, options=job.options, optimiser=tried, names=functools.partial(_qualified, names)
+        fuse_graph, options=job.options, optimiser=tried, names=functools.partial(_qualified, names),
+        trained=functools.partial(TrainedGraph, eager_bytes=eager_bytes),
     )  # fmt: skip
     model_id = loaded.record.model_id
     fused = TrainedModel(loaded.model, loaded.args, loaded.kwargs, fuse)

@@ -63,7 +63,7 @@ def measured(sizes, call):
     return next(sizes)
 
 
-def judged(times=None, options=TIMED, optimiser=None, peaks=(), seconds=None, **kind):
+def judged(times=None, options=TIMED, optimiser=None, peaks=(), eager_bytes=None, seconds=None, **kind):
     """The graph of a step after its first call; ``times`` are those of the steps without and with an option, in turn.
 
     ``peaks`` are eager's and that of the step without an option, ``seconds`` a clock's for trials.
@@ -79,6 +79,8 @@ def judged(times=None, options=TIMED, optimiser=None, peaks=(), seconds=None, **
     class Timed(TrainedGraph):
         def __init__(self, graph_module, inputs, **more):
             planted = {} if times is None else {"compare": clock}
+            if eager_bytes is not None:
+                planted["eager_bytes"] = eager_bytes
             if peaks:
                 planted["peak"] = functools.partial(measured, iter(peaks))
             if seconds:
@@ -188,6 +190,14 @@ def test_quick_traces_none_where_the_peak_is_not_above_eagers(peaks, words):
         and f"with --quick it is not tried here: {words}" in row.reason
     )
     assert "passes" not in vars(graph.tried[0]) and graph.is_rewritten
+
+
+def test_the_models_own_peak_decides_where_it_is_known():
+    """The graph's own ops hold more than the model does: masks that were traced, say."""
+    row = rows(judged([(1000, 1000)], QUICK, peaks=(2000,), eager_bytes=1000))[GELU_CHECKPOINT.id]
+    assert row.status is Status.KEPT and PEAKS in row.reason
+    row = rows(judged([], QUICK, peaks=(1000,), eager_bytes=2000))[GELU_CHECKPOINT.id]
+    assert row.status is Status.NOT_REPLACED and "eager's 2.00 kB" in row.reason
 
 
 def test_quick_begins_no_trial_that_would_not_end_in_its_time():
