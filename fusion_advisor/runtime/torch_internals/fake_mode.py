@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
@@ -110,10 +111,13 @@ def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
     assert callable(node.target)
-    with torch.no_grad(), mode:
+    # Of open sizes a product in C++ asks for their number (torch 2.11); its form in Python does not, and traces use that too.
+    in_python = enable_python_dispatcher() if node.target in _IN_PYTHON else contextlib.nullcontext()
+    with torch.no_grad(), mode, in_python:
         return laid_as_in_eager(node, node.target(*args, **kwargs), args, kwargs)
 
 
+_IN_PYTHON = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 _RESHAPES = frozenset(
     [
         torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default,

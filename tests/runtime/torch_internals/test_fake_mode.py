@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_advisor.runtime.torch_internals import dynamo, fake_mode, fx_trace, tensor_memory
 from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
@@ -151,3 +152,14 @@ def test_gradients_of_rows_have_the_strides_of_eager():
         theirs = op(*args)
         pairs = zip(*((one if isinstance(one, tuple) else (one,)) for one in (found, theirs)), strict=True)
         assert all(one is other is None or one.stride() == other.stride() for one, other in pairs), op
+
+
+def test_a_linear_of_open_sizes_has_a_result():
+    """In C++ a product asks for the number of elements, which torch 2.11 refuses where a size is open."""
+    module = make_fx(lambda x, w: x[:, -1:] * w[0], tracing_mode="symbolic")(torch.randn(5, 7, 8), torch.randn(6, 8))
+    taken = next(node for node in module.graph.nodes if "slice" in str(node.target) and node.args[1] == 1)
+    weight = module.graph.find_nodes(op="placeholder")[1]
+    with module.graph.inserting_before(module.graph.output_node()):
+        linear = module.graph.call_function(torch.ops.aten.linear.default, (taken, weight))
+    found = fake_mode.fake_result(module, linear)
+    assert found.dim() == 3 and found.shape[1] == 1 and not isinstance(found.shape[0], int)
