@@ -7,28 +7,12 @@ import torch
 
 from fusion_advisor.fuse.train.passes.both_passes import BothPasses
 from fusion_advisor.fuse.train.passes.kept_values import keep_less
-from fusion_advisor.runtime.torch_internals import autograd_graphs
-
-
-def halves_of(function, *args):
-    """Compile a function with both passes as they are; returns (result, graphs of the passes)."""
-    seen = []
-
-    def take(graph_module):
-        seen.append(graph_module)
-        return graph_module.forward
-
-    def backend(graph_module, inputs):
-        return autograd_graphs.with_backward(graph_module, inputs, take, take, prepare=keep_less)
-
-    result = torch.compile(function, backend=backend, dynamic=False)(*args)
-    torch.compiler.reset()
-    return result, seen
+from tests.runtime.torch_internals.test_autograd_graphs import halves_of
 
 
 def graphs_and_gradients(function, *args):
     """Both graphs of a function's sum, and the gradients of its operands beside eager's own."""
-    result, graphs = halves_of(function, *args)
+    result, graphs = halves_of(function, *args, prepare=keep_less)
     sum(one.float().sum() for one in result).backward()
     own = [arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args]
     sum(one.float().sum() for one in function(*own)).backward()
