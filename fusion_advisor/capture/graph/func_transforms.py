@@ -71,7 +71,7 @@ def _copied_into(graph: Graph, owner: GraphModule, path: str, copies: dict[Node,
     Args:
         graph: gets them.
         owner: of the ops.
-        path: of the owner in the outermost graph, with a dot behind it.
+        path: of the owner in the outermost graph; it ends in a dot.
         copies: of the owner's inputs, where they are no inputs of the outermost graph.
     """
 

@@ -156,10 +156,10 @@ def _kind_of(var: Any) -> str:
 
 
 def _value_of(var: Any) -> Any:
-    """Return the value that dynamo follows; None where it has none, which torch raises for a list with a tensor in it."""
+    """Return the value that dynamo follows; None where it has none."""
     try:
         return getattr(var, "value", None)
-    except NotImplementedError:
+    except NotImplementedError:  # what torch raises for a list that holds a tensor
         return None
 
 
