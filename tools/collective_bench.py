@@ -30,6 +30,7 @@ from fusion_advisor.collectives.launch_shape import BUFFER_BYTES, Way
 from fusion_advisor.evaluate.kinds import Place, kind_of
 from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.spec import Case
+from fusion_advisor.runtime.graph_capture import recording_into
 from fusion_advisor.runtime.torch_internals.symmetric_memory import shared_buffer
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -135,7 +136,7 @@ def timed_us(call: Callable[[], object], calls: int, device: torch.device, *, re
 def graph_of(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     """Record so many calls; NCCL's own thread goes on asking events meanwhile."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with recording_into(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
     return graph

@@ -17,6 +17,7 @@ import torch
 
 from fusion_advisor.content import content_dir, tool_version
 from fusion_advisor.records import Bandwidth, Environment
+from fusion_advisor.runtime.graph_capture import recording_into
 
 _CUDA_COPY_BYTES = 2**30
 _CPU_COPY_BYTES = 2**28
@@ -169,7 +170,7 @@ def _replay_ns(action: Callable[[], object], count: int) -> float:
     action()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording_into(graph):
         for _ in range(count):
             action()
     graph.replay()

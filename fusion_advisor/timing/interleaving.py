@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.records import Timing
+from fusion_advisor.runtime.graph_capture import recording_into
 from fusion_advisor.timing.host_timer import CPU_TIME, HostTimer, WallTimer, step_timer
 from fusion_advisor.timing.known import as_before, until_known_alone
 from fusion_advisor.timing.paired import compare_rounds
@@ -76,7 +77,7 @@ def recorded(
         _warm_up(call, before)
     graph = torch.cuda.CUDAGraph(keep_graph=finish is not None)
     try:
-        with torch.no_grad(), around(), torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode):
+        with torch.no_grad(), around(), recording_into(graph, pool=pool, capture_error_mode=error_mode):
             for _ in range(repeats):
                 call()
         if finish is not None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fusion_advisor.runtime.graph_capture import recording_into
 from fusion_advisor.timing.interleaving import CannotRecord, recorded
 
 _CACHE_FACTOR = 3
@@ -104,7 +105,7 @@ class CudaClock:
         # Kept until the capture ends: outputs that share one buffer would stay in the cache and never be written to memory.
         kept = []
         try:
-            with torch.no_grad(), torch.cuda.graph(graph):
+            with torch.no_grad(), recording_into(graph):
                 kept = [call(number % rotation.sets) for number in range(rotation.calls)]
         except RuntimeError as error:
             raise CannotRecord(str(error).strip().splitlines()[0]) from error

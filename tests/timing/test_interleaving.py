@@ -323,14 +323,15 @@ def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monke
             seen.append("waits")
 
     fakes = {
-        "Stream": Stream, "current_stream": Stream, "stream": lambda _: Around("side"), "CUDAGraph": Graph,
+        "Stream": Stream, "current_stream": Stream, "stream": lambda _: Around("stream"), "CUDAGraph": Graph,
         "graph": lambda graph, pool, capture_error_mode: modes.append(capture_error_mode) or Around("capture"),
         "synchronize": lambda: None,
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     recorded(lambda: seen.append("run"), around=lambda: Around("own"))()
-    made = ["waits", "+side", "run", "run", "-side", "waits", "+own", "+capture", "run", "-capture", "-own"]
+    captured = ["+own", "+stream", "+capture", "run", "-capture", "-stream", "-own"]
+    made = ["waits", "+stream", "run", "run", "-stream", "waits", *captured]
     assert seen == [*made, "replay"]
     seen.clear()
     recorded(lambda: seen.append("run"), around=lambda: Around("own"), finish=lambda graph: seen.append(graph.is_kept))()
@@ -339,7 +340,7 @@ def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monke
     assert modes == ["global", "global", "thread_local"]
     seen.clear()
     recorded(lambda: seen.append("run"), around=lambda: Around("own"), is_warm=True)()
-    assert seen == ["+own", "+capture", "run", "-capture", "-own", "replay"]
+    assert seen == [*captured, "replay"]
     constant = Stream()
     read, replay = weakref.ref(constant), recorded(functools.partial(str, constant))
     del constant

@@ -16,6 +16,7 @@ import torch
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
 from fusion_advisor.fuse.cuda_graph.tail import LeftOut, MakeResult, as_it_is
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.runtime.graph_capture import recording_into
 from fusion_advisor.runtime.torch_internals import cuda_state, tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
 from fusion_advisor.verify.subgraph_oracle import extent
@@ -71,7 +72,7 @@ class CudaRecorder:
             # Only this thread's calls are watched: a data loader may pin memory meanwhile.
             with (
                 cuda_state.own_gemm_workspace(),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                recording_into(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 result = call()
             self._memsets.replace(graph)
