@@ -12,7 +12,8 @@ once and loads the plan once. Each makes the same random calls, and ends after t
 - ``compile``: ``torch.compile(dynamic=True)`` in a mode (``--mode``). It takes the plan out, and belongs at the end.
 
 Sizes are random on a logarithmic scale. Masks of an encoder's calls hide a random number of tokens at the end of each row. Times
-are of the wall clock, device idle at both ends, the median of a few. Every line is written as soon as it is known.
+are of the wall clock, device idle at both ends, the median of a few. Between two runs of a call its cache is put back; a growing
+one comes back at other addresses. Every line is written as soon as it is known.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import math
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,8 @@ MOST_CACHED = 131_072
 _BEFORE = 2
 """Calls ahead of those that are timed: the second is recorded as a CUDA graph where there is one."""
 _TIMED = 5
+_ALIVE = 3
+"""Copies of a cache that stay in memory."""
 _LONG_S, _VERY_LONG_S = 0.05, 0.25
 """Calls that take longer are timed three times, or once."""
 
@@ -134,12 +138,21 @@ def _times(taken: Sequence[float]) -> int:
 
 
 def rewinding(kwargs: Mapping[str, Any]) -> Callable[[], None]:
-    """Return what puts a call's cache back as it is now."""
+    """Return what puts a call's cache back as it is now.
+
+    A cache that a call grew comes back in memory of its own, as generation has it at each token: a CUDA graph that holds its
+    addresses would be replayed only where the same call is made again and again.
+    """
     objects = [(vars(owner), dict(vars(owner))) for owner in objects_in(dict(kwargs))]
     counts = [(tensor, tensor.clone()) for name, tensor in tensors_in("", dict(kwargs)) if name.endswith("cumulative_length")]
+    earlier: deque[torch.Tensor] = deque(maxlen=_ALIVE * sum(len(before) for _, before in objects))  # so that no address recurs
 
     def put_back() -> None:
         for attributes, before in objects:
+            for name, value in before.items():
+                if isinstance(value, torch.Tensor) and value.numel() and attributes.get(name) is not value:
+                    earlier.append(value)
+                    before[name] = value.clone()
             attributes.clear()
             attributes.update(before)
         for tensor, before in counts:

@@ -47,6 +47,29 @@ def test_the_mask_of_a_step_of_generate_stays_as_generate_made_it():
     assert torch.equal(call.make(seed=0)["attention_mask"], kwargs["attention_mask"])
 
 
+class Cache:
+    """Holds what a call grows, and what it writes in place."""
+
+    def __init__(self):
+        self.keys, self.static, self.is_initialized = torch.arange(6.0).view(2, 3), torch.zeros(2), True
+
+
+def test_a_grown_cache_comes_back_in_memory_of_its_own_and_a_static_one_where_it_lies():
+    cache = Cache()
+    put_back = measure_ranges.rewinding({"past_key_values": cache})
+    first, static, addresses = cache.keys, cache.static, set()
+    put_back()
+    assert cache.keys is first  # nothing has run
+    for number in range(4):
+        addresses.add(cache.keys.data_ptr())
+        assert torch.equal(cache.keys, first) and cache.static is static
+        cache.keys, cache.is_initialized = torch.cat([cache.keys, torch.ones(2, 1)], 1), False
+        cache.static += number
+        put_back()
+        assert cache.is_initialized
+    assert len(addresses) == 4 and torch.equal(cache.keys, first)
+
+
 def test_each_stage_has_its_seconds():
     assert measure_ranges.limits_of(["serve", "compile"], [5.0]) == {"serve": 5.0, "compile": 5.0}
     assert measure_ranges.limits_of(["serve", "exact"], [5.0, 7.0]) == {"serve": 5.0, "exact": 7.0}
