@@ -161,6 +161,16 @@ def test_a_row_is_read_from_a_report(tmp_path):
     assert (older.predicted_ns, older.predicted_low_ns, older.predicted_high_ns) == ([900_000, 5], [], [])
 
 
+def test_at_its_end_the_zoo_stops_what_runs_and_begins_no_more(tmp_path):
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(run.OutOfTime):
+        run._wait(sleeper, {}, limit_s=500.0, wait_s=0.0, end=time.monotonic() + 0.5)
+    assert sleeper.poll() is not None
+    found = run.run_all(["gpt2", "bert", "vit"], tmp_path, [], os.environ, limit_s=500.0, ahead=1, end=time.monotonic())
+    assert list(found) == []
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_crash_and_a_run_that_takes_too_long_are_rows(tmp_path):
     crashed = table.row_of("a", "decoder", tmp_path, code=3, seconds=5.0, last_words="error FA501:\n no")
     late = table.row_of("b", "decoder", tmp_path, code=table.TOOK_TOO_LONG, seconds=600.0)
@@ -183,7 +193,7 @@ def test_what_all_rows_say_together():
 def test_the_zoo_goes_on_and_does_not_run_again_what_has_a_row(tmp_path, monkeypatch):
     ran = []
 
-    def one(name, to, options, environment, limit_s, wait_s):
+    def one(name, to, options, environment, limit_s, wait_s, end):
         ran.append((name, tuple(options), environment["ZOO_TINY"], environment["ZOO_LAYERS"]))
         (to / name).mkdir(parents=True)
         return replace(ROW, name=name, status="exit code 1" if name == "opt" else "applied")

@@ -3,14 +3,15 @@
 Each workload is an ``apply`` in a process of its own, with compilers' caches of its own, and the zoo goes on after a crash or
 when one takes too long. With ``--gpus N`` N workloads run at a time, each on a GPU of its own. With ``--ahead N`` N more for each
 GPU build their models on the CPU meanwhile and wait for their turn; waiting counts neither for the limit nor for the row. A
-workload that DIR has a row for is not run again. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``.
-Figures: ``docs/measurements/zoo.md``.
+workload that DIR has a row for is not run again. With ``--for S`` all of it ends after so many seconds: what runs then is stopped,
+and has no row. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``. Figures: ``docs/measurements/zoo.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import queue
 import shutil
@@ -32,6 +33,10 @@ _LOOK_S = 0.1
 """Seconds between two looks at whether a workload has its turn, or has had it for too long."""
 
 
+class OutOfTime(Exception):
+    """The seconds for the whole zoo are over."""
+
+
 def command(name: str, folder: Path, options: Sequence[str]) -> list[str]:
     """Return the command of one workload."""
     factory = f"tools.zoo.workloads:{attribute_of(name)}"
@@ -39,8 +44,9 @@ def command(name: str, folder: Path, options: Sequence[str]) -> list[str]:
 
 
 def run_one(
-    name: str, to: Path, options: Sequence[str], environment: Mapping[str, str], limit_s: float, wait_s: float = 0.0
-) -> table.Row:
+    name: str, to: Path, options: Sequence[str], environment: Mapping[str, str], limit_s: float, wait_s: float = 0.0,
+    end: float = math.inf,
+) -> table.Row:  # fmt: skip
     """Run one workload and return its row; what it printed is in its folder's ``printed.txt``.
 
     Args:
@@ -50,6 +56,10 @@ def run_one(
         environment: of its process.
         limit_s: from its turn on.
         wait_s: for its turn, on top of the limit.
+        end: of the zoo, by ``time.monotonic``.
+
+    Raises:
+        OutOfTime: the zoo ended before it did.
     """
     folder, caches = to / name, to / "caches" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -59,18 +69,21 @@ def run_one(
     with (folder / "printed.txt").open("w", encoding="utf-8") as printed:
         words = command(name, folder, options)
         process = subprocess.Popen(words, cwd=_ROOT, env=given, stdout=printed, stderr=subprocess.STDOUT)
-        code, seconds = _wait(process, given, limit_s=limit_s, wait_s=wait_s)
+        code, seconds = _wait(process, given, limit_s=limit_s, wait_s=wait_s, end=end)
     shutil.rmtree(caches, ignore_errors=True)
     said = (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")[-_TAIL:]
     return table.row_of(name, family_of(name), folder, code=code, seconds=seconds, last_words=said)
 
 
 def _wait(
-    process: subprocess.Popen[bytes], environment: Mapping[str, str], *, limit_s: float, wait_s: float
+    process: subprocess.Popen[bytes], environment: Mapping[str, str], *, limit_s: float, wait_s: float, end: float = math.inf
 ) -> tuple[int, float]:
     """Wait for a workload's end, or stop it; returns its exit code and the seconds from its turn on.
 
     A workload that never gets its turn is stopped after the limit and ``wait_s``.
+
+    Raises:
+        OutOfTime: it was stopped at the end of the zoo.
     """
     began = time.monotonic()
 
@@ -81,11 +94,13 @@ def _wait(
         try:
             code = process.wait(timeout=_LOOK_S)
         except subprocess.TimeoutExpired:
-            since = turn_began()
-            if time.monotonic() < (began + wait_s if since is None else since) + limit_s:
+            since, is_over = turn_began(), time.monotonic() >= end
+            if not is_over and time.monotonic() < (began + wait_s if since is None else since) + limit_s:
                 continue
             process.kill()
             process.wait()
+            if is_over:
+                raise OutOfTime from None
             code = table.TOOK_TOO_LONG
         return code, time.monotonic() - (turn_began() or began)
 
@@ -99,6 +114,7 @@ def run_all(
     limit_s: float,
     gpus: int = 0,
     ahead: int = 0,
+    end: float = math.inf,
 ) -> Iterator[table.Row]:
     """Run workloads and yield each one's row as it ends.
 
@@ -110,6 +126,7 @@ def run_all(
         limit_s: for one workload.
         gpus: so many run at a time, each sees one GPU; 0: one at a time, which sees what there is.
         ahead: for each GPU so many more build their models meanwhile.
+        end: when all of it ends, by ``time.monotonic``.
     """
     free: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
     for number in [*range(gpus or 1)] * (1 + ahead):
@@ -117,10 +134,14 @@ def run_all(
         in_turn = {turn.FILE: str(to / f"turn-{number}")} if ahead else {}
         free.put({**sees, **in_turn})
 
-    def run(name: str) -> table.Row:
+    def run(name: str) -> table.Row | None:
         sees = free.get()
         try:
-            row = run_one(name, to, options, {**environment, **sees}, limit_s, ahead * limit_s)
+            if time.monotonic() >= end:
+                return None
+            row = run_one(name, to, options, {**environment, **sees}, limit_s, ahead * limit_s, end)
+        except OutOfTime:
+            return None
         finally:
             free.put(sees)
         (to / name / "row.json").write_text(json.dumps(asdict(row), indent=1) + "\n", encoding="utf-8")
@@ -128,7 +149,8 @@ def run_all(
 
     with ThreadPoolExecutor((gpus or 1) * (1 + ahead)) as workers:
         for done in as_completed([workers.submit(run, name) for name in names]):
-            yield done.result()
+            if (row := done.result()) is not None:
+                yield row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0, help="so many workloads at a time, each on a GPU of its own")
     parser.add_argument("--ahead", type=int, default=0, help="for each GPU, so many more workloads build their models meanwhile")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one workload")
+    parser.add_argument("--for", type=float, default=math.inf, dest="total", help="seconds for all; what runs then is stopped")
     asked = parser.parse_args(words[:split])
+    end = time.monotonic() + asked.total
     if unknown := sorted(set(asked.names) - set(NAMES)):
         parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(NAMES)}")
     environment = {**os.environ, "ZOO_TINY": str(int(asked.tiny)), "ZOO_LAYERS": str(asked.layers), "ZOO_DTYPE": asked.dtype}
@@ -155,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = [name for name in names if name not in {row.name for row in rows}]
     to.mkdir(parents=True, exist_ok=True)
     options = words[split + 1 :]
-    for row in run_all(left, to, options, environment, limit_s=asked.limit, gpus=asked.gpus, ahead=asked.ahead):
+    for row in run_all(left, to, options, environment, limit_s=asked.limit, gpus=asked.gpus, ahead=asked.ahead, end=end):
         rows.append(row)
         print(table.line(row), flush=True)
         table.write(to, rows)
