@@ -3,8 +3,8 @@
 Each workload is an ``apply`` in a process of its own, with compilers' caches of its own, and the zoo goes on after a crash or
 when one takes too long. With ``--gpus N`` N workloads run at a time, each on a GPU of its own. With ``--ahead N`` N more for each
 GPU build their models on the CPU meanwhile and wait for their turn; waiting counts neither for the limit nor for the row. A
-workload that DIR has a row for is not run again. With ``--for S`` all of it ends after so many seconds: what runs then is stopped,
-and has no row. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``. Figures: ``docs/measurements/zoo.md``.
+workload that DIR has a row for is not run again. With ``--for S`` all of it ends after so many seconds: what runs then is
+stopped, and has no row. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``. Figures: ``docs/measurements/zoo.md``.
 """
 
 from __future__ import annotations
