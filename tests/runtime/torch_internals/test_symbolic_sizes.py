@@ -114,3 +114,27 @@ def test_what_a_guard_says_that_a_computed_size_is():
     size = sympy.Symbol("s", integer=True, positive=True)
     least = sympy.Min(64, size)
     assert symbolic_sizes.equalities_of([sympy.Eq(least, size), sympy.Eq(size, least), size > 3]) == {least: size}
+
+
+EXPRESSIONS = {
+    "a sum of products": lambda rows, columns: 3 * rows * columns + 2 * rows - 7,
+    "a power": lambda rows, columns: rows**2 * columns,
+    "a fraction": lambda rows, columns: rows * columns / 2,
+    "a negative power": lambda rows, columns: columns * rows**-1,
+    "a largest": lambda rows, columns: sympy.Max(rows, columns) + 1,
+    "not equal": lambda rows, columns: sympy.Ne(rows, columns + 1),
+    "equal": lambda rows, columns: sympy.Eq(2 * rows, columns),
+    "more": lambda rows, columns: rows + 1 > columns,
+    "at most": lambda rows, columns: rows * columns <= 40,
+    "both": lambda rows, columns: sympy.And(rows > 2, columns > 5),
+}
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS.keys())
+def test_every_expression_has_sympys_own_value(expression):
+    rows, columns = sympy.symbols("rows columns", integer=True, positive=True)
+    for sizes in ((1, 1), (2, 4), (5, 8), (8, 5)):
+        value = symbolic_sizes.at_sizes(expression(rows, columns), {rows: sizes[0], columns: sizes[1]})
+        expected = expression(*map(sympy.Integer, sizes))
+        assert value == (bool(expected) if expected.is_Boolean else float(expected))
+        assert isinstance(value, bool) == expected.is_Boolean
