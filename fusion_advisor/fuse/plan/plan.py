@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fusion_advisor.chains.find import find_groups, outputs_of
 from fusion_advisor.chains.group import Group, Verdict
-from fusion_advisor.chains.rank import Ranked, rank_chains
+from fusion_advisor.chains.rank import Ranked, computing_names, rank_chains
 from fusion_advisor.codegen.common.interface import Header, library_origin
 from fusion_advisor.fuse.plan.options import MIN_SHARE
 from fusion_advisor.ir.operand_names import names_in, with_names
@@ -101,11 +101,21 @@ def make_plan(
         seen.add(found.kernel)
         return _left_out(found.kernel, only, skip) is None
 
+    def may_join(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+        if not only and not skip:
+            return True
+        kernel = _kernel_of(capture.ops, members, lower(capture.ops, members, outputs, is_exact=is_exact).program, patterns)
+        if _left_out(kernel, only, skip) is None:
+            return True
+        seen.add(kernel)
+        return False
+
     groups = find_groups(
         capture.ops,
         asked_once(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs, is_exact=is_exact)),
         lambda members, outputs: is_allowed(members, outputs) is True,
         (lambda members, outputs: is_allowed(members, outputs) is False) if only or skip else None,
+        may_join,
     )
     rows = rank_chains(capture, groups)[:top]
     answers: list[Match | NoMatch] = []
@@ -199,6 +209,12 @@ def _left_out(kernel: str, only: Sequence[str], skip: Sequence[str]) -> str | No
     if any(fnmatch.fnmatchcase(kernel, pattern) for pattern in skip):
         return f"{kernel} was left out by --skip"
     return None
+
+
+def _kernel_of(ops: Sequence[OpNode], members: Sequence[int], program: Program, patterns: Patterns) -> str:
+    """The name of the kernel that computes a chain: the library's, or that of one which is generated."""
+    found = find_match(program, patterns)
+    return generated_name(computing_names(ops, members), program) if found is None else found.kernel
 
 
 def generated_name(op_names: Sequence[str], program: Program) -> str:
