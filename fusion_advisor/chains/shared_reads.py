@@ -19,8 +19,8 @@ from fusion_advisor.records.op_facts import item_bytes
 
 Space = tuple[tuple[int, ...], ...]
 """The elements of a tensor in the order of memory: how many where it is contiguous, else its shape and strides."""
-Part = tuple[Space, tuple[int, ...], int, str]
-"""What is read as a whole: its space, the ops that own the storage, the offset in it and the dtype."""
+Part = tuple[Space, Space, tuple[int, ...], int, str]
+"""What is read as a whole: the reader's space, its own, the ops that own the storage, the offset in it and the dtype."""
 
 MOST_TRIES = 4
 """Groups before a group that it is offered to, nearest first: the time to find chains stays linear in their number."""
@@ -45,10 +45,11 @@ def large_reads(members: Iterable[int], outputs: Sequence[int], ops: Sequence[Op
         return {}
     found: dict[Part, int] = {}
     for source in {source for index in inside for source in inputs_of(ops[index])} - inside:
-        op = ops[source]
-        if len(op.outputs) == 1 and _space(op.outputs[0]) == space:
-            read = op.outputs[0]
-            found[space, storages_of(source, ops), read.offset, read.dtype] = math.prod(read.shape) * item_bytes(read.dtype)
+        read = ops[source].outputs[0] if len(ops[source].outputs) == 1 else None
+        own = None if read is None else _space(read)
+        # A result without gaps has the elements of all that is read in the order of their dims: a strided tensor's too.
+        if read is not None and own is not None and (own == space or (len(space) == 1 and math.prod(read.shape) == space[0][0])):
+            found[space, own, storages_of(source, ops), read.offset, read.dtype] = math.prod(read.shape) * item_bytes(read.dtype)
     return found
 
 

@@ -49,6 +49,18 @@ def test_the_backward_pass_of_a_gate_is_one_kernel_of_five_tensors():
     assert not program.siblings and group.verdict.floor_bytes == program.moved_bytes == 5 * ROWS * WIDTH * 4
 
 
+def test_a_gate_of_one_product_with_its_other_factor_shares_strided_rows():
+    def step(gradient, both, weight):
+        gate, up = both.chunk(2, -1)
+        of_up = torch.nn.functional.silu(gate) * gradient
+        again = of_up + up
+        of_gate = _ATEN.silu_backward(up, gate)
+        return again @ weight, of_gate @ weight
+
+    inputs = drawn(ROWS, WIDTH), drawn(ROWS, 2 * WIDTH, seed=1), drawn(WIDTH, 2, seed=2)
+    assert chains(step, *inputs) == [["silu", "mul", "add", "silu_backward"]]
+
+
 def test_its_numbers_are_right():
     def factors(gradient, gate, up):
         return torch.nn.functional.silu(gate) * gradient, _ATEN.silu_backward(gradient * up, gate)
