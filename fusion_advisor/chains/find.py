@@ -12,6 +12,8 @@ what only they read: a norm's gradient keeps the ops that its rows and its colum
 The launch of a group stands right before its first outside reader. A merge may take away the reader that stopped an earlier one,
 so a grown group tries its other producers again: a norm whose result a rotation reads three times joins when the last read does.
 
+Then groups that do not feed each other may become one where both read the same large values (``chains.shared_reads``).
+
 At the end, neighbouring groups of equal ops that read one value (queries and keys, turned by the same tables) may share a launch
 though neither feeds the other, where the caller says that it has a kernel for the two. Likewise a group may take in the op that
 copies its result into rows of a tensor which the call was given (a KV cache), and a second op that copies another value to
@@ -29,6 +31,7 @@ from collections.abc import Iterable, Sequence
 
 from fusion_advisor.chains.group import Group, HasKernel, Judge, Verdict, is_convex
 from fusion_advisor.chains.op_inputs import (
+    behind_views,
     depends_on_inputs,
     for_columns_alone,
     inputs_of,
@@ -37,9 +40,11 @@ from fusion_advisor.chains.op_inputs import (
     references,
     relaid_norm,
     returns_several,
+    storages_of,
     viewed,
     writes_by_number,
 )
+from fusion_advisor.chains.shared_reads import Part, is_near, large_reads, offers, saves_bytes
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref
 
 MOST_MEMBERS = 96
@@ -51,8 +56,9 @@ A scan of 64 steps made a group of 392 in 10 s of CPU time; bounded, 1.8 s.
 
 
 def find_groups(
-    ops: Sequence[OpNode], judge: Judge, has_kernel: HasKernel | None = None, is_left_out: HasKernel | None = None
-) -> list[Group]:
+    ops: Sequence[OpNode], judge: Judge, has_kernel: HasKernel | None = None, is_left_out: HasKernel | None = None,
+    may_join: HasKernel = lambda _members, _outputs: True,
+) -> list[Group]:  # fmt: skip
     """Return the maximal groups of ``ops``, each op in at most one.
 
     Args:
@@ -62,15 +68,17 @@ def find_groups(
             default none do.
         is_left_out: says whether a group's own kernel may not be used, so that a part of the group for which there is one should
             stand by itself; by default all may.
+        may_join: says whether two groups that read the same large values may be one; by default all may.
     """
     finder = _Finder(ops, judge)
     finder.grow()
     if has_kernel is not None:
         finder.pair(has_kernel)
         finder.end_in_writes(has_kernel)
-        if is_left_out is not None and finder.split(has_kernel, is_left_out):
-            finder.pair(has_kernel)
-            finder.end_in_writes(has_kernel)
+    finder.join(may_join)
+    if has_kernel is not None and is_left_out is not None and finder.split(has_kernel, is_left_out):
+        finder.pair(has_kernel)
+        finder.end_in_writes(has_kernel)
     return finder.groups()
 
 
@@ -152,7 +160,7 @@ class _Finder:
         """Let the group that computes what ``write`` copies take in some writes; whether it did."""
         rows = self.ops[write].args[3]
         assert isinstance(rows, Ref)
-        producer, glue = self._behind_views(rows.index)
+        producer, glue = behind_views(rows.index, self.ops)
         group = self.group_of.get(producer)
         if group is None or not self.verdict_of[group][1].is_fusible:
             return False
@@ -176,7 +184,7 @@ class _Finder:
         for member in members:
             op = self.ops[member]
             read = references(op.args[1:]) if op.mutates else inputs_of(op)
-            if any(not written.isdisjoint(self._storages(source)) for source in read):
+            if any(not written.isdisjoint(storages_of(source, self.ops)) for source in read):
                 return False
         between = (self.ops[index] for index in range(first, min(end, len(self.ops))) if index not in members)
         if any(self._touches(op, written) for op in between):
@@ -190,7 +198,7 @@ class _Finder:
 
     def _touches(self, op: OpNode, written: set[int]) -> bool:
         return not written.isdisjoint(op.mutates) or any(
-            not written.isdisjoint(self._storages(source)) for source in inputs_of(op)
+            not written.isdisjoint(storages_of(source, self.ops)) for source in inputs_of(op)
         )
 
     def _share_launch(self, one: frozenset[int], other: frozenset[int], has_kernel: HasKernel) -> bool:
@@ -203,6 +211,23 @@ class _Finder:
             return False
         self._accept(both, judged)
         return True
+
+    def join(self, may_join: HasKernel) -> None:
+        """Let two groups become one where both read the same large values and one kernel moves clearly fewer bytes."""
+        groups = sorted(self._launched(set(self.group_of)), key=min)
+        for member, other in offers([(min(group), self._large_reads(group)) for group in groups]):
+            self._join(self.group_of[member], self.group_of[other], may_join)
+
+    def _join(self, one: frozenset[int], other: frozenset[int], may_join: HasKernel) -> None:
+        both = one | other
+        if one is other or len(both) > MOST_MEMBERS or not is_near(one, other, self.ops) or not is_convex(both, self.ancestors):
+            return
+        judged, parts = self._judge(both), [(self.verdict_of[group][1], self._large_reads(group)) for group in (one, other)]
+        if saves_bytes(judged[1], *parts) and self._is_in_order(both) and may_join(tuple(sorted(both)), judged[0]):
+            self._accept(both, judged)
+
+    def _large_reads(self, members: frozenset[int]) -> dict[Part, int]:
+        return large_reads(members, self.verdict_of[members][0], self.ops)
 
     def split(self, has_kernel: HasKernel, is_left_out: HasKernel) -> bool:
         """Take the largest part that has a kernel out of each group that is left out; whether there was any."""
@@ -282,18 +307,10 @@ class _Finder:
         """The grouped ops outside that ``members`` read, latest first, each with the views in between."""
         found: dict[int, frozenset[int]] = {}
         for source in {source for member in members for source in inputs_of(self.ops[member])}:
-            producer, glue = self._behind_views(source)
+            producer, glue = behind_views(source, self.ops)
             if producer in self.group_of and producer not in members:
                 found[producer] = found.get(producer, frozenset()) | glue
         return sorted(found.items(), reverse=True)
-
-    def _behind_views(self, index: int) -> tuple[int, frozenset[int]]:
-        """The op that computed what a view shows, and the views in between."""
-        glue: set[int] = set()
-        while (shown := viewed(self.ops[index], self.ops)) is not None:
-            glue.add(index)
-            index = shown
-        return index, frozenset(glue)
 
     def _try_merge(self, index: int, producer: int, glue: frozenset[int]) -> None:
         mine, theirs = self.group_of[index], self.group_of[producer]
@@ -320,7 +337,7 @@ class _Finder:
         for member in members:
             if not self.ops[member].mutates and all(user in members for user in self.users[member]):
                 continue
-            needed.add(self._behind_views(member)[0])
+            needed.add(behind_views(member, self.ops)[0])
         return tuple(sorted(needed & members))
 
     def _judge(self, members: frozenset[int]) -> tuple[tuple[int, ...], Verdict]:
@@ -353,7 +370,7 @@ class _Finder:
         between = [write for write in self.writes if min(members) < write < end and write not in members]
         if not between:
             return None
-        touched = {storage for source in self._read_by(members) for storage in self._storages(source)} | members
+        touched = {storage for source in self._read_by(members) for storage in storages_of(source, self.ops)} | members
         return next((write for write in between if not touched.isdisjoint(self.ops[write].mutates)), None)
 
     def _is_in_order(self, members: frozenset[int]) -> bool:
@@ -380,14 +397,4 @@ class _Finder:
 
     def _computed(self, index: int) -> int:
         """The op that made the value a view shows (an in-place op makes a value: the one after its write)."""
-        return self._behind_views(index)[0]
-
-    def _owner(self, index: int) -> int:
-        while (owner := self.ops[index].alias_of) is not None:
-            index = owner
-        return index
-
-    def _storages(self, index: int) -> tuple[int, ...]:
-        """The ops that own the storage of a value; an op that writes in place returns what it wrote to."""
-        owner = self._owner(index)
-        return self.ops[owner].mutates or (owner,)
+        return behind_views(index, self.ops)[0]

@@ -72,6 +72,32 @@ def viewed(op: OpNode, ops: Sequence[OpNode]) -> int | None:
     return source.index
 
 
+def behind_views(index: int, ops: Sequence[OpNode]) -> tuple[int, frozenset[int]]:
+    """Return the op that computed what a view shows, and the views in between.
+
+    Args:
+        index: of the view; of any other op: that op itself.
+        ops: all ops of the capture.
+    """
+    glue: set[int] = set()
+    while (shown := viewed(ops[index], ops)) is not None:
+        glue.add(index)
+        index = shown
+    return index, frozenset(glue)
+
+
+def storages_of(index: int, ops: Sequence[OpNode]) -> tuple[int, ...]:
+    """Return the ops that own the storage of a value; an op that writes in place returns what it wrote to.
+
+    Args:
+        index: of the value's op.
+        ops: all ops of the capture.
+    """
+    while (owner := ops[index].alias_of) is not None:
+        index = owner
+    return ops[index].mutates or (index,)
+
+
 _REDUCERS = frozenset(["sum", "mean", "amax", "amin"])
 
 

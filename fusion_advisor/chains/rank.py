@@ -102,6 +102,16 @@ def signature(ops: Sequence[OpNode], group: Group) -> str:
     return ";".join(parts) + f"|{[local[index] for index in group.outputs]}"
 
 
+def computing_names(ops: Sequence[OpNode], members: Iterable[int]) -> tuple[str, ...]:
+    """Return the base names of what a group computes, views left out.
+
+    Args:
+        ops: all ops of the capture.
+        members: of the group.
+    """
+    return tuple(overload_free(ops[index].target).strip("_") for index in members if ops[index].op_class is not OpClass.VIEW)
+
+
 def _layout(meta: TensorMeta) -> str:
     # Offsets of sliced inputs are kept: they distinguish two slices of one tensor.
     return f"{meta.dtype}{list(meta.shape)}{list(meta.stride)}+{meta.offset}"
@@ -124,7 +134,7 @@ def _price(capture: Capture, same: Sequence[Group], launches: Mapping[int, Seque
         refusal = NoMatch(chain_id="", code=first.verdict.code, reason=first.verdict.reason)
     chain = Chain(
         id="",
-        ops=tuple(overload_free(op.target).strip("_") for op in computing),
+        ops=computing_names(ops, first.members),
         sites=sites,
         launches=sum(len(launches.get(index, ())) for group in same for index in group.members),
         device_ns=device_ns,

@@ -49,6 +49,7 @@ from fusion_advisor.fuse.train.passes.columns_last import sink_column_sums
 from fusion_advisor.fuse.train.passes.freed_arguments import FreeingCall
 from fusion_advisor.fuse.train.passes.gradient_parts import lay_gradients_as_in_eager, split_norm_gradients
 from fusion_advisor.fuse.train.passes.row_losses import split_losses
+from fusion_advisor.fuse.train.passes.weights_last import sink_weight_gradients
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import ModelCheck, OpNode
@@ -187,12 +188,12 @@ def _given_names(graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> t
 
 
 def _pass_copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return a pass that may be changed, in ops of which each sums along one side, sums of columns last; losses row by row.
+    """Return a pass that may be changed, in ops of which each sums along one side, weights' gradients last; losses row by row.
 
     A loss in chunks is its chunks' ops.
     """
     copied = unroll_losses(lay_gradients_as_in_eager(fx_trace.copied_graph(graph_module)))
-    return sink_column_sums(split_norm_gradients(split_losses(copied)))
+    return sink_weight_gradients(sink_column_sums(split_norm_gradients(split_losses(copied))))
 
 
 def _differentiable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:

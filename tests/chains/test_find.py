@@ -259,6 +259,16 @@ def by_members(members, outputs):
     return Verdict(is_fusible=True, key=repr(members))
 
 
+def by_bytes(g):
+    """A judge that counts what a group reads and writes; of any group there is a kernel."""
+
+    def judge(members, outputs):
+        read = {source for member in members for source in inputs_of(g.ops[member])} - set(members)
+        return Verdict(is_fusible=True, floor_bytes=128 * (len(read) + len(outputs)), key=repr(members))
+
+    return judge
+
+
 def test_a_chain_that_is_left_out_comes_apart_at_the_largest_part_with_a_kernel():
     g, a, v, b, c = residual_and_norm()
     whole = ((a, v, b, c), (a, c))
@@ -388,9 +398,9 @@ def test_groups_of_any_graph_can_run_as_one_call_each(steps, are_paired, are_spl
         return sum(members) % 2 == 0
 
     if are_split:
-        groups = find_groups(ops, by_members, is_even, lambda members, outputs: not is_even(members, outputs))
+        groups = find_groups(ops, by_bytes(g), is_even, lambda members, outputs: not is_even(members, outputs))
     else:
-        groups = find_groups(ops, by_members, lambda *_: are_paired)
+        groups = find_groups(ops, by_bytes(g), lambda *_: are_paired)
     groups = [group for group in groups if group.verdict.is_fusible]
     computing = [index for group in groups for index in group.members if ops[index].op_class is OpClass.POINTWISE]
     assert len(computing) == len(set(computing))

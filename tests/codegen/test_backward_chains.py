@@ -47,6 +47,12 @@ def padded_rows(gradient, result):
     return _aten.slice_backward(scores * 0.5, [HEADS, TOKENS + 3, WIDTH], 1, 1, TOKENS + 1, 1)
 
 
+def gate_factors(gradient, gate, up):
+    """The gradients of both factors of a gate's product, and the product again."""
+    active = torch.nn.functional.silu(gate)
+    return active * up, active * gradient, _aten.silu_backward(gradient * up, gate)
+
+
 def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -62,6 +68,7 @@ CASES = {
     one_token: lambda: (drawn(HEADS, WIDTH), drawn(HEADS, TOKENS, WIDTH, seed=1)),
     masked_scores: lambda: (drawn(HEADS, TOKENS, WIDTH), _mask()),
     padded_rows: lambda: (drawn(HEADS, TOKENS, WIDTH), drawn(HEADS, TOKENS, WIDTH, seed=1).softmax(-1)),
+    gate_factors: lambda: [drawn(HEADS, TOKENS, WIDTH, seed=seed) for seed in range(3)],
 }
 
 
@@ -72,16 +79,22 @@ def judge(backend, folder):
         lowered, ops = lower_function(function, *inputs)
         rendered = backend.render(lowered.program, HEADER, tuning=Tuning(), fast_math=False)
         launch = backend.build(rendered, folder / f"case{number}{rendered.suffix}").bind(lowered.program)
-        found = [torch.full(ops[lowered.outputs[0]].outputs[0].shape, 7.0, dtype=dtype) for _ in range(2)]
-        for out in found:
-            launch(*(inputs[root] for root in lowered.inputs), out)
-        truth = function(*(one.double() if one.is_floating_point() else one for one in inputs))
-        own = (function(*inputs).double() - truth).norm()
+        shapes = [ops[index].outputs[0].shape for index in lowered.outputs]
+        found = [[torch.full(shape, 7.0, dtype=dtype) for shape in shapes] for _ in range(2)]
+        for results in found:
+            launch(*(inputs[root] for root in lowered.inputs), *results)
+        truths = listed(function(*(one.double() if one.is_floating_point() else one for one in inputs)))
         # The interpreter cuts bfloat16 off where a GPU rounds: twice the error of one rounding.
         slack = 2.2 if backend.name == "triton" and dtype is torch.bfloat16 else 1.5
         case = (function.__name__, dtype)
-        assert torch.equal(*found), case
-        assert (found[0].double() - truth).norm() <= slack * (own + 0.5 * torch.finfo(dtype).eps * truth.norm()), case
+        for result, again, truth, eager in zip(*found, truths, listed(function(*inputs)), strict=True):
+            own = (eager.double() - truth).norm()
+            assert torch.equal(result, again), case
+            assert (result.double() - truth).norm() <= slack * (own + 0.5 * torch.finfo(dtype).eps * truth.norm()), case
+
+
+def listed(results):
+    return results if isinstance(results, tuple) else (results,)
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

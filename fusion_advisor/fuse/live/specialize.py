@@ -118,6 +118,7 @@ def _sites(bench: Bench, plan: ReusablePlan) -> list[tuple[PlannedFusion, BuiltF
         asked_once(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs, is_exact=is_exact)),
         has_kernel,
         lambda members, outputs: not has_kernel(members, outputs),
+        has_kernel,
     )
     for group in groups:
         if group.verdict.is_fusible:

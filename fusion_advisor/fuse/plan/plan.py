@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fusion_advisor.chains.find import find_groups, outputs_of
 from fusion_advisor.chains.group import Group, Verdict
-from fusion_advisor.chains.rank import Ranked, rank_chains
+from fusion_advisor.chains.rank import Ranked, computing_names, rank_chains
 from fusion_advisor.codegen.common.interface import Header, library_origin
 from fusion_advisor.fuse.plan.options import MIN_SHARE
 from fusion_advisor.ir.operand_names import names_in, with_names
@@ -90,23 +90,7 @@ def make_plan(
         is_timed: a chain without a saving to measure gets no kernel, nor one below ``min_share``. False: times decide nothing.
     """
     seen: set[str] = set()
-
-    # A site goes to the largest kernel that is not left out: queries and keys to the kernel for one where that for both is, a
-    # norm to its own where that with the residual is.
-    @functools.partial(asked_once, capture.ops)
-    def is_allowed(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool | None:
-        found = find_match(lower(capture.ops, members, outputs, is_exact=is_exact).program, patterns)
-        if found is None:
-            return None
-        seen.add(found.kernel)
-        return _left_out(found.kernel, only, skip) is None
-
-    groups = find_groups(
-        capture.ops,
-        asked_once(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs, is_exact=is_exact)),
-        lambda members, outputs: is_allowed(members, outputs) is True,
-        (lambda members, outputs: is_allowed(members, outputs) is False) if only or skip else None,
-    )
+    groups = _groups(capture.ops, patterns, seen, only=only, skip=skip, is_exact=is_exact)
     rows = rank_chains(capture, groups)[:top]
     answers: list[Match | NoMatch] = []
     planned: list[PlannedFusion] = []
@@ -123,6 +107,45 @@ def make_plan(
             planned.append(replace(fusion, tunables=tunables))
     unused = tuple(pattern for pattern in (*only, *skip) if not any(fnmatch.fnmatchcase(name, pattern) for name in seen))
     return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned), unused=unused)
+
+
+def _groups(
+    ops: Sequence[OpNode], patterns: Patterns, seen: set[str], *, only: Sequence[str], skip: Sequence[str], is_exact: bool
+) -> list[Group]:
+    """Find chains; names of kernels that were looked up are added to ``seen``.
+
+    A site goes to the largest kernel that is not left out: queries and keys to the kernel for one where that for both is, a norm
+    to its own where that with the residual is. Two chains that read the same values stay two where the kernel for both is.
+    """
+
+    def program_of(members: tuple[int, ...], outputs: tuple[int, ...]) -> Program:
+        return lower(ops, members, outputs, is_exact=is_exact).program
+
+    @functools.partial(asked_once, ops)
+    def is_allowed(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool | None:
+        found = find_match(program_of(members, outputs), patterns)
+        if found is None:
+            return None
+        seen.add(found.kernel)
+        return _left_out(found.kernel, only, skip) is None
+
+    def may_join(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+        if not only and not skip:
+            return True
+        allowed = is_allowed(members, outputs)
+        if allowed is not None:
+            return allowed
+        kernel = generated_name(computing_names(ops, members), program_of(members, outputs))
+        seen.add(kernel)
+        return _left_out(kernel, only, skip) is None
+
+    return find_groups(
+        ops,
+        asked_once(ops, lambda members, outputs: judge_with(ops, members, outputs, is_exact=is_exact)),
+        lambda members, outputs: is_allowed(members, outputs) is True,
+        (lambda members, outputs: is_allowed(members, outputs) is False) if only or skip else None,
+        may_join,
+    )
 
 
 def recall(
