@@ -6,7 +6,8 @@ Torch's partitioner keeps what a product reads, though the ops that made it may 
 and probabilities are kept for their own gradients, and the result is a product of both.
 
 Each option has a row in the report: what it spares, and what it costs. It stays where the step is not measurably slower with it.
-Where the step's peak would be above eager's it may cost a little time (``fuse.train.judge.recompute_choice``).
+Where the step's peak would be above eager's, or it spares much of the peak, it may cost a little time
+(``fuse.train.judge.recompute_choice``).
 """
 
 from __future__ import annotations

@@ -316,7 +316,9 @@ class TrainedGraph:
             elif not (row := trial.row()).sites:
                 continue
             elif row.saved_bytes:
-                row, found = trial.timed(row, self._comparison, args, most_share=choice.most_share, why=choice.why())
+                row, found = trial.timed(
+                    row, self._comparison, args, most_share=choice.most_share(row.saved_bytes), why=choice.why()
+                )
                 is_kept = row.status is Status.KEPT
                 self.left_out += tuple(half.graph for half in (trial.whole if is_kept else trial.passes).halves)
                 if is_kept:

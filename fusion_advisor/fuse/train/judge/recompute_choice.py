@@ -19,7 +19,9 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.step_graph.step_graph import saved_names
 
 _MOST_SHARE = 0.02
-"""Of the step's time: what an option may cost where the step's peak is above eager's."""
+"""Of the step's time: what an option may cost where the step's peak is above eager's, or where it spares much of the peak."""
+_MUCH = 0.05
+"""Of the step's peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +67,14 @@ class RecomputeChoice:
     end_s: float | None
     clock: Callable[[], float]
 
-    @property
-    def most_share(self) -> float:
-        """Share of the step's time that an option may cost with confidence and stay."""
-        return _MOST_SHARE if self.peaks.is_above else 0.0
+    def most_share(self, saved_bytes: int) -> float:
+        """Return the share of the step's time that an option may cost with confidence and stay.
+
+        Args:
+            saved_bytes: of the step's peak, with the option.
+        """
+        spares_much = 0 < _MUCH * self.peaks.ours_bytes <= saved_bytes
+        return _MOST_SHARE if self.peaks.is_above or spares_much else 0.0
 
     def why_not(self) -> str:
         """Return why no option is traced and tried now; empty where one is."""
