@@ -7,7 +7,7 @@ ops have the same numbers at every size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -209,11 +209,24 @@ def capture_open(
         drop_whole_slices(region.graph)
     if not live.is_whole():
         raise OneSizeOnly(f"the call is {len(live.in_order())} graphs, and its Python between them may look at sizes")
+    made = _made_ahead(model, live.regions[0], tensors.values())
+    if made:
+        raise OneSizeOnly(f"the model's Python makes `{made}` ahead of the graph, and may look at sizes")
     others = [name for name in live.written.tensors if name not in tensors]
     if others:
         raise OneSizeOnly(f"the call writes to `{others[0]}`, which the model keeps")
     opened = _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
     return replace(opened, call=(args, kwargs), dims=dims)
+
+
+def _made_ahead(model: torch.nn.Module, region: Region, given: Iterable[torch.Tensor]) -> str:
+    """Name a tensor that Python of the model's own makes, where dynamo began after it; empty where there is none."""
+    if dynamo.begins_with(model, region.code[0]):
+        return ""
+    known = {*map(id, given)}
+    inputs = zip(region.names, region.roles, region.example_args, strict=True)
+    others = (name for name, role, one in inputs if role == "input" and isinstance(one, torch.Tensor) and id(one) not in known)
+    return next(others, "")
 
 
 def opened_by_dynamo(region: Region) -> OpenCapture:

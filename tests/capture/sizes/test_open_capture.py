@@ -163,6 +163,29 @@ def test_a_buffer_that_is_written_to_is_refused_by_name():
         capture_open(Counts().eval(), (), {"x": torch.randn(3, 11, 8)}, DIMS)
 
 
+@torch.compiler.disable
+def looked_at(x, part):
+    return x if part is None else x[:, : x.shape[1] // part]
+
+
+class Ahead(torch.nn.Module):
+    """Calls what no graph has, ahead of its first op."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return looked_at(x, self.part).sin() * 2
+
+
+def test_python_ahead_of_the_graph_that_makes_its_input_is_refused():
+    with pytest.raises(OneSizeOnly, match=r"Python makes `input\.\d` ahead of the graph"):
+        capture_open(Ahead(2).eval(), (), {"x": torch.randn(3, 11, 8)}, DIMS)
+    found = capture_open(Ahead(None).eval(), (), {"x": torch.randn(3, 11, 8)}, DIMS)
+    assert sorted(found.names.values()) == ["batch", "seq"]
+
+
 def test_what_the_call_is_given_may_be_written_to_and_is_put_back():
     found = opened(lambda x: x.add_(1))
     assert list(found.live.written.tensors) == ["x"]
