@@ -11,6 +11,7 @@ from torch import nn
 
 from fusion_advisor.errors import NoStaticCache
 from fusion_advisor.runtime.call_tensors import copied
+from fusion_advisor.workload.device import is_out_of_memory
 from fusion_advisor.workload.static_cache import cache_name, filled_cache, why_no_cache
 
 _SHORT = 8
@@ -164,7 +165,9 @@ def _first_steps(model: nn.Module, generate: Callable[[], Any], count: int) -> l
     hook = model.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         generate()
-    except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CannotGenerate(lines[0]) from error
     finally:
