@@ -37,6 +37,8 @@ import torch._dynamo.utils
 from fusion_advisor import apply, load_plan
 from fusion_advisor.cli.common.core import load_request
 from fusion_advisor.errors import AdvisorError
+from fusion_advisor.fuse.cuda_graph.recording import Recording
+from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
@@ -208,7 +210,7 @@ def serve(loaded: LoadedWorkload, fused: FusedModel, calls: Sequence[Call], seco
             break
         kwargs = call.make(number)
         put_back = rewinding(kwargs)
-        before, replays = sum(fused.fallbacks.values()), _replays(fused)
+        before, replays, in_parts = sum(fused.fallbacks.values()), replays_of(fused), replays_of(fused, SegmentedRecording)
         # What a library loads for a shape (cuBLAS's modules) is paid by whoever comes first: each way is, in turn.
         ways = [("ours", loaded.model), ("eager", original)]
         times = {}
@@ -221,7 +223,8 @@ def serve(loaded: LoadedWorkload, fused: FusedModel, calls: Sequence[Call], seco
         del found, kwargs, put_back, ways
         yield {
             "what": "call", "call": call.name, "sizes": call.sizes, "ours_s": times["ours"], "eager_s": times["eager"],
-            "is_ours_first": number % 2 == 1, **apart, "is_replayed": _replays(fused) != replays,
+            "is_ours_first": number % 2 == 1, **apart, "is_replayed": replays_of(fused) != replays,
+            "is_in_segments": replays_of(fused, SegmentedRecording) != in_parts,
             "fallbacks": sum(fused.fallbacks.values()) - before, "traces": counted.traces, "kernels_compiled": counted.kernels,
         }  # fmt: skip
     graphs = fused.graphs
@@ -241,9 +244,14 @@ def difference(ours: Any, expected: Any) -> dict[str, Any]:
     return {"rel_l2": rel_l2(found, wanted), "is_same_token": is_same}
 
 
-def _replays(fused: FusedModel) -> dict[int, int]:
-    """Return how often each recorded graph ran."""
-    return {} if fused.graphs is None else {id(one): one.replays for one in fused.graphs.recordings}
+def replays_of(fused: FusedModel, kind: type[Recording | SegmentedRecording] = Recording) -> dict[int, int]:
+    """Return how often each recorded call ran.
+
+    Args:
+        fused: the model.
+        kind: calls that are one graph each, or those of which parts are graphs.
+    """
+    return {} if fused.graphs is None else {id(one): one.replays for one in fused.graphs.recordings if isinstance(one, kind)}
 
 
 def compiled(

@@ -39,10 +39,11 @@ def table(name: str, rows: Sequence[Row]) -> str:
         own = [row for row in served if row["call"] == call]
         title = call or "forward"
         lines.append(_ratios(f"{title}, ours", "eager", [(_late(row["ours_s"]), _late(row["eager_s"])) for row in own]))
-        replayed = [row for row in own if row["is_replayed"]]
-        if replayed and len(replayed) < len(own):
-            pairs = [(_late(row["ours_s"]), _late(row["eager_s"])) for row in replayed]
-            lines.append(_ratios(f"{title}, ours in a CUDA graph", "eager", pairs))
+        for key, way in (("is_replayed", "in a CUDA graph"), ("is_in_segments", "with parts in CUDA graphs")):
+            replayed = [row for row in own if row.get(key)]
+            if replayed and len(replayed) < len(own):
+                pairs = [(_late(row["ours_s"]), _late(row["eager_s"])) for row in replayed]
+                lines.append(_ratios(f"{title}, ours {way}", "eager", pairs))
         lines += _against(f"{title}, ours", own, [row for row in rows if row.get("stage") == "compile"])
     exact = [row for row in rows if row.get("stage") == "exact" and row["what"] == "call"]
     if exact:

@@ -66,9 +66,9 @@ def check_ranges(loaded: LoadedWorkload, options: ApplyOptions) -> list[RangedCa
                 model_id=loaded.record.model_id, name=one.name, size=one.most, cause=f"it has {limit} positions",
                 largest=f"the largest that it takes is {most}",
             )  # fmt: skip
-    calls = ranged_calls(loaded, options.shapes)
-    if loaded.record.device == "cpu":
-        for call in calls:
+    with kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
+        calls = ranged_calls(loaded, options.shapes)
+        for call in calls if loaded.record.device == "cpu" else ():
             if not call.refusal:
                 try_ends(loaded, call)
     return calls
@@ -197,8 +197,12 @@ def _in_turn(works: Sequence[RangeWork]) -> list[list[tuple[ServedPiece, ShapePi
                 continue
             left.append((work, finder))
             if piece.opened is not None:
-                points = PiecePoints(work, piece)
-                points.decide()
+                try:
+                    points = PiecePoints(work, piece)
+                    points.decide()
+                except OneSizeOnly as error:
+                    done[id(piece)] = _refused(work, replace(piece, opened=None, refusal=str(error)))
+                    continue
                 known[id(piece)] = piece, points
                 if not points.may_decide_again:
                     done[id(piece)] = _finished(work, points)

@@ -13,7 +13,7 @@ import torch
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.sizes.one_size import at_one_size
-from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
+from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture, Sizes, capture_open
 from fusion_advisor.chains.find import outputs_of
 from fusion_advisor.codegen.common.interface import BuiltKernel, Header, KernelBuildFailed, library_origin
 from fusion_advisor.codegen.registry import backend as backend_named
@@ -180,7 +180,10 @@ class _Restoring:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
         args, kwargs = self._ranged.at(sizes)
         written = work.opened.written_in(args, kwargs)
-        given = example_args(work.opened, args, kwargs)
+        try:
+            given = example_args(work.opened, args, kwargs)
+        except OneSizeOnly as error:
+            raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
         written.restore()
         region = at_one_size(work.captured, given, written).regions[0]
         check = check_region(region, served.graph_at(tuple(sizes[name] for name in work.names)).forward)

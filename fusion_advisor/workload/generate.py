@@ -11,6 +11,7 @@ from torch import nn
 
 from fusion_advisor.errors import NoStaticCache
 from fusion_advisor.runtime.call_tensors import copied
+from fusion_advisor.workload.device import is_out_of_memory
 from fusion_advisor.workload.static_cache import cache_name, filled_cache, why_no_cache
 
 _SHORT = 8
@@ -125,7 +126,7 @@ def fixed_step(model: nn.Module, prompt: Mapping[str, Any], *, model_id: str) ->
         model_id: for error messages only.
 
     Raises:
-        CannotGenerate: the model has no static cache, or generate passes another one.
+        CannotGenerate: the model has no static cache, generate passes another one, or the model computes something else with it.
     """
     ids = prompt["input_ids"][:, :_SHORT]  # the cache has room for the steps below
     if ids.shape[1] < 2:
@@ -146,7 +147,18 @@ def fixed_step(model: nn.Module, prompt: Mapping[str, Any], *, model_id: str) ->
         steps = _first_steps(model, run, 2)
     if steps[0]["input_ids"].shape[1] != 1:
         raise CannotGenerate("generate runs the prompt again that its static cache holds")
+    if not _is_as_without_cache(model, steps[0], ids):
+        raise CannotGenerate("the model computes something else with a static cache than without one")
     return steps[0]
+
+
+def _is_as_without_cache(model: Any, step: Mapping[str, Any], ids: torch.Tensor) -> bool:
+    """Whether a step has the logits of the whole text: GPT-Neo's windows, for one, count back from the end of the cache."""
+    with torch.no_grad():
+        found = model(**copied(step, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf))
+        wanted = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    ours, whole = found.logits[:, -1], wanted.logits[:, -1]
+    return float((ours - whole).norm()) <= 2 * torch.finfo(whole.dtype).eps ** 0.5 * float(whole.norm())
 
 
 def _first_steps(model: nn.Module, generate: Callable[[], Any], count: int) -> list[dict[str, Any]]:
@@ -164,7 +176,9 @@ def _first_steps(model: nn.Module, generate: Callable[[], Any], count: int) -> l
     hook = model.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         generate()
-    except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CannotGenerate(lines[0]) from error
     finally:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fusion_advisor.errors import NoStaticCache
+from fusion_advisor.workload.device import is_out_of_memory
 
 _ROOM = 64
 """Room is made in blocks of so many positions: attention kernels want rows of whole vectors, and one token more must fit."""
@@ -70,7 +71,9 @@ def filled_cache(model: nn.Module, prompt: torch.Tensor, *, maximum: int | None,
     try:
         with torch.no_grad():
             model(input_ids=prompt, **{cache_name(model): cache}, use_cache=True, **keep)
-    except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise NoStaticCache(**refuse, detail=lines[0]) from error
     cached = int(cache.get_seq_length())

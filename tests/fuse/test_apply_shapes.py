@@ -317,6 +317,46 @@ def test_a_piece_of_one_size_is_decided_on_the_graph_that_it_has():
         assert not fused.fallbacks
 
 
+class Counting(torch.nn.Module):
+    """GELU of rows; ``square`` ones are another graph. It counts rows in a buffer, or calls in Python."""
+
+    def __init__(self, *, buffer=False, attribute=False):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(3))
+        self.calls, self.has_buffer, self.has_attribute = 0, buffer, attribute
+
+    def forward(self, x):
+        if self.has_buffer:
+            self.rows += x.shape[0]
+        if self.has_attribute:
+            self.calls += 1
+        y = 0.5 * x * (1.0 + torch.erf(x / 2**0.5)) + 1
+        return y if x.shape[0] == x.shape[1] else y * 2
+
+
+def test_points_do_not_lie_where_the_model_does_something_else():
+    with served(Counting().eval(), {"x": torch.randn(2, 5, 8)}, {"x": ("batch=1..4", "seq=1..4", None)}, min_share=0.0) as fused:
+        (piece,) = fused.report.shapes.pieces
+        points = [dict(point.sizes) for point in piece.points]
+        assert len(points) == 2 and all(point["batch"] != point["seq"] for point in points)
+        for batch, seq in itertools.product(range(1, 5), repeat=2):
+            x = torch.randn(batch, seq, 8)
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.testing.assert_close(fused(x=x), fused.model._call_impl(x=x), rtol=1e-5, atol=1e-6)
+        assert fused.launches == 12 and list(fused.fallbacks.values()) == [4]
+
+
+def test_what_a_model_counts_is_as_it_was_and_a_count_that_makes_other_graphs_is_refused():
+    shapes = {"x": ("batch=2..4", "seq=5..9", None)}
+    with served(Counting(buffer=True).eval(), {"x": torch.randn(2, 5, 8)}, shapes) as fused:
+        assert not fused.model.rows.any()
+    with served(Counting(attribute=True).eval(), {"x": torch.randn(2, 5, 8)}, shapes) as fused:
+        (piece,) = fused.report.shapes.pieces
+        assert piece.refusal == "a call of the same sizes makes another graph: it depends on more than sizes"
+        assert fused.model.calls == 0
+
+
 @pytest.mark.parametrize(
     "rows", [lambda x: torch.tanh(x).softmax(-1), lambda x: torch.tanh(x).squeeze().softmax(-1)], ids=["rows", "squeezed"]
 )

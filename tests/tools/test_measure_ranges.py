@@ -102,7 +102,9 @@ def test_rows_are_summed_up_and_a_line_that_was_cut_is_left_out(tmp_path):
         {"what": "loaded", "seconds": 12.0},
         served({"batch": 1}, 1.0, 2.0),
         served({"batch": 2}, 2.0, 1.0, fallbacks=3),
-        served({"batch": 4}, 1.0, 4.0, is_replayed=True),
+        served({"batch": 4}, 1.0, 4.0, is_replayed=True, is_in_segments=False),
+        served({"batch": 4}, 1.0, 1.0, call="decode", is_in_segments=True),
+        served({"batch": 8}, 1.0, 2.0, call="decode", is_in_segments=False),
         served({"batch": 1}, 3.0, 0.0, stage="exact", exact_s=[9.0, 9.0, 2.0]),
         {"stage": "compile", "what": "call", "call": "", "sizes": {"batch": 2}, "compile default_s": [9.0, 9.0, 8.0]},
         {"stage": "generate", "what": "failed", "error": "RuntimeError: no"},
@@ -112,6 +114,8 @@ def test_rows_are_summed_up_and_a_line_that_was_cut_is_left_out(tmp_path):
     text = ranges_table.table("run", ranges_table.rows_in(path))
     assert "| forward, ours | eager | 3 | 0.63 | 0.25 to 2.00 |" in text  # (0.5 * 2 * 0.25) ** (1 / 3)
     assert "| forward, ours in a CUDA graph | eager | 1 | 0.25 | 0.25 to 0.25 |" in text
+    assert "| decode, ours with parts in CUDA graphs | eager | 1 | 1.00 | 1.00 to 1.00 |" in text
+    assert "decode, ours in a CUDA graph" not in text
     assert "| forward, ours | torch.compile, dynamic | 1 | 0.25 | 0.25 to 0.25 |" in text
     assert "| ours | a plan of exactly these sizes | 1 | 1.50 | 1.50 to 1.50 |" in text
     assert "- loaded: 12.0 s" in text and "1 calls ran the original ops" in text and "- generate failed: RuntimeError: no" in text

@@ -7,13 +7,14 @@ ops have the same numbers at every size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Run, capture_regions
 from fusion_advisor.capture.layout_trial import drop_layouts
@@ -209,11 +210,24 @@ def capture_open(
         drop_whole_slices(region.graph)
     if not live.is_whole():
         raise OneSizeOnly(f"the call is {len(live.in_order())} graphs, and its Python between them may look at sizes")
+    made = _made_ahead(model, live.regions[0], tensors.values())
+    if made:
+        raise OneSizeOnly(f"the model's Python makes `{made}` ahead of the graph, and may look at sizes")
     others = [name for name in live.written.tensors if name not in tensors]
     if others:
         raise OneSizeOnly(f"the call writes to `{others[0]}`, which the model keeps")
     opened = _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
     return replace(opened, call=(args, kwargs), dims=dims)
+
+
+def _made_ahead(model: torch.nn.Module, region: Region, given: Iterable[torch.Tensor]) -> str:
+    """Name a tensor that Python of the model's own makes, where dynamo began after it; empty where there is none."""
+    if dynamo.begins_with(model, region.code[0]):
+        return ""
+    known = {*map(id, given)}
+    inputs = zip(region.names, region.roles, region.example_args, strict=True)
+    others = (name for name, role, one in inputs if role == "input" and isinstance(one, torch.Tensor) and id(one) not in known)
+    return next(others, "")
 
 
 def opened_by_dynamo(region: Region) -> OpenCapture:
@@ -273,11 +287,25 @@ def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]
         symbol = symbolic_sizes.symbol_of(value)
         if symbol is not None and symbol not in names:
             raise OneSizeOnly(f"a size of the graph ({symbol}) is the size of no dim that may vary")
+    counted = _not_of_sizes(region, names)
+    if counted:
+        raise OneSizeOnly(f"the sizes of `{counted}` do not follow from the sizes of the call")
     environment = symbolic_sizes.environment_of([value for value in values if value is not None])
     let_nodes_stand_for_sizes(region.graph)
     assumed = () if environment is None else (*symbolic_sizes.guards_of(environment), *_kept_by_squeezes(region))
     guards = _on_named(assumed, environment, names)
     return OpenCapture(live=live, sizes=dict(sizes), names=names, guards=guards, environment=environment)
+
+
+def _not_of_sizes(region: Region, names: Mapping[Any, str]) -> str:
+    """Name an op with a size that is counted from values, or that the trace leaves open; empty where there is none."""
+    for node in region.graph.graph.nodes:
+        for value in tensors_of(node.meta.get("val")):
+            sizes = (*value.shape, *value.stride(), value.storage_offset())
+            open_sizes = [symbolic_sizes.expression_of(size) for size in sizes if not isinstance(size, int)]
+            if any(not symbolic_sizes.symbols_in(one) <= names.keys() for one in open_sizes):
+                return node.name
+    return ""
 
 
 _SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
 
 _MOST_WAITS = 64
+_MOST_MOVING_BYTES = 4096
+"""Of a tensor that is copied in because it moves; a larger one, such as keys, has the region recorded again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +43,11 @@ class GraphedRegion:
     waits: int = 1
     """Calls that still run launch by launch before one is recorded."""
     moves: int = 0
+    moving: set[int] = field(default_factory=set, init=False)
+    """Places of small inputs that an object of the call holds and that lie elsewhere in each call: they are copied in."""
     tallies: tuple[Tally, ...] = field(init=False)
     _patience: int = 1
-    _written: frozenset[int] = field(init=False)
+    _written: frozenset[int] = field(default=frozenset(), init=False)
     _is_pure: bool = field(init=False)
     _saved: tuple[int, ...] | None = field(init=False)
     """Places of the inputs that must be put back after a replay in vain; None where that would not undo it."""
@@ -61,6 +65,18 @@ class GraphedRegion:
     def wait_longer(self) -> None:
         """Be recorded again after twice as many calls as last time: more shapes take turns than may be recorded."""
         self._patience = self.waits = min(2 * self._patience, _MOST_WAITS)
+
+    def copy_moved(self, moved: Sequence[int], args: Sequence[Any], objects: Sequence[Any]) -> None:
+        """Copy in from now on what moved and is small: each new cache has a number of its own, in memory of its own.
+
+        Args:
+            moved: places of inputs.
+            args: of the region.
+            objects: what was read of the objects of the call.
+        """
+        held = {id(item) for seen in objects for item in seen.contents}
+        small = {slot for slot in moved if id(args[slot]) in held and args[slot].nbytes <= _MOST_MOVING_BYTES}
+        self.moving |= small - self._written
 
     def plain(self, *args: Any) -> Any:
         """Run it launch by launch."""
@@ -89,7 +105,7 @@ class GraphedRegion:
         Raises:
             CannotRecord: naming the op and the line at which recording stopped.
         """
-        inputs = sort_inputs(args, leaves, self._written)
+        inputs = sort_inputs(args, leaves, self._written, self.moving)
         self._require_one_device(inputs.values)
         slots_of_copies = [copy.slot for copy in inputs.copies]
         after_graph = left_out(self.module, slots_of_copies, inputs.values) if outputs == "clone" else {}

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
+from fusion_advisor.fuse.cuda_graph.input_copies import InputCopy, copy_in, inputs_are
 from fusion_advisor.fuse.cuda_graph.tail import LeftOut, MakeResult, as_it_is
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.runtime.graph_capture import recording_into
@@ -89,20 +90,6 @@ class CudaRecorder:
         """Sum the segments that the allocator set aside for the pool."""
         segments = torch.cuda.memory_snapshot()
         return sum(int(part["total_size"]) for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(self._pool))
-
-
-@dataclass(frozen=True, slots=True)
-class InputCopy:
-    """A tensor of the call and the static one that it is copied into before each replay."""
-
-    slot: int
-    leaf: int
-    static: torch.Tensor
-    is_dense: bool
-
-    def fill(self, value: torch.Tensor) -> None:
-        """Copy the call's tensor in."""
-        self.static.copy_(value if self.is_dense else flat(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +191,8 @@ class Recording:
 
     def may_be_undone(self, objects: Sequence[Any]) -> bool:
         """Whether a call that passes these objects may launch it before its guards are checked."""
+        if any(copy.leaf < 0 for copy in self.copies):
+            return False  # nobody knows yet what the region is given
         if self.is_pure:
             return True
         known = [reference() for reference in self.objects]
@@ -222,6 +211,10 @@ class Recording:
         """Memory of copied inputs."""
         return sum(copy.static.nbytes for copy in self.copies)
 
+    def moved(self, args: Sequence[Any]) -> list[int]:
+        """Return the places of the inputs that lie elsewhere than when it was recorded."""
+        return [self.slots[place] for place in self.addresses.moved([args[slot] for slot in self.slots])]
+
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graph's assumptions hold for these inputs; dynamo's guards have passed."""
         return (
@@ -231,15 +224,15 @@ class Recording:
             and backend_flags() == self.flags
         )
 
-    def replay(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy the call's tensors in and launch."""
-        copy_in(self.copies, leaves)
+    def replay(self, leaves: Sequence[torch.Tensor], args: Sequence[Any] = ()) -> None:
+        """Copy the call's tensors in and launch; ahead of the guards there are no inputs of the region yet."""
+        copy_in(self.copies, args, leaves)
         self.play()
         self.replays += 1
 
     def run(self, args: Sequence[Any], leaves: Sequence[torch.Tensor], outputs: Outputs) -> list[torch.Tensor]:
         """Replay once the guards have passed; returns memory for the results."""
-        self.replay(leaves)
+        self.replay(leaves, args)
         return self.hand_out(args, outputs)
 
     def hand_out(self, inputs: Sequence[Any] | Mapping[int, Any], outputs: Outputs) -> list[torch.Tensor]:
@@ -264,25 +257,6 @@ class Recording:
         return given[0] if self.kind is torch.Tensor else self.kind(given)
 
 
-def copy_in(copies: Sequence[InputCopy], leaves: Sequence[torch.Tensor]) -> None:
-    """Copy a call's tensors into the static ones."""
-    if len(copies) == 1:
-        copies[0].fill(leaves[copies[0].leaf])
-    elif copies:  # one call, and one launch where they have one dtype
-        values = [leaves[copy.leaf] if copy.is_dense else flat(leaves[copy.leaf]) for copy in copies]
-        torch._foreach_copy_([copy.static for copy in copies], values)
-
-
-def inputs_are(
-    args: Sequence[Any], leaves: Sequence[torch.Tensor], copies: Sequence[InputCopy], others: Sequence[tuple[int, Any]]
-) -> bool:
-    """Whether inputs that are copied are the call's tensors, and those that are no tensors what they were."""
-    for copy in copies:
-        if args[copy.slot] is not leaves[copy.leaf]:
-            return False
-    return all(type(args[slot]) is type(value) and args[slot] == value for slot, value in others)
-
-
 def versions_are(folded_from: Sequence[tuple[torch.Tensor, int]]) -> bool:
     """Whether folded values are still those of their sources."""
     return all(tensor._version == version for tensor, version in folded_from)
@@ -291,31 +265,6 @@ def versions_are(folded_from: Sequence[tuple[torch.Tensor, int]]) -> bool:
 def backend_flags() -> tuple[Any, ...]:
     """Return the flags that choose kernels and that dynamo's guards do not all watch."""
     return cuda_state.kernel_switches()
-
-
-def static_copy(slot: int, leaf: int, value: torch.Tensor) -> InputCopy:
-    """Make the static tensor for one that the call passes, filled with it.
-
-    Args:
-        slot: its place among the region's inputs.
-        leaf: its place among the call's tensors.
-        value: the tensor.
-    """
-    is_dense = extent(value) == value.numel()
-    # A user may call in inference mode once and in no_grad the next time; a normal tensor may be written to in both.
-    with torch.inference_mode(False):
-        if is_dense:
-            static = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        else:
-            static = torch.empty(extent(value), dtype=value.dtype, device=value.device)
-    copy = InputCopy(slot, leaf, static, is_dense)
-    copy.fill(value)
-    return copy
-
-
-def flat(value: torch.Tensor) -> torch.Tensor:
-    """Return all that a tensor spans in memory, gaps included, as one dimension."""
-    return value.as_strided((extent(value),), (1,))
 
 
 def results_of(

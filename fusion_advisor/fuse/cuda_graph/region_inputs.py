@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fusion_advisor.fuse.cuda_graph.recording import InputCopy, static_copy
+from fusion_advisor.fuse.cuda_graph.input_copies import InputCopy, static_copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,8 @@ class RegionInputs:
     """A region's inputs, by what its graph does with them.
 
     Attributes:
-        copies: tensors that the caller passes and the region only reads: copied into memory of the graph's own.
+        copies: tensors that the caller passes and the region only reads, and those of objects that lie elsewhere in each call:
+            copied into memory of the graph's own.
         slots: of tensors that the graph uses where they lie.
         others: slots and values of what is no tensor.
         values: what the region runs on: the inputs, with the graph's own memory in place of the copied ones.
@@ -53,21 +54,24 @@ class RegionInputs:
     values: tuple[Any, ...]
 
 
-def sort_inputs(args: Sequence[Any], leaves: Sequence[torch.Tensor], written: frozenset[int]) -> RegionInputs:
+def sort_inputs(
+    args: Sequence[Any], leaves: Sequence[torch.Tensor], written: Collection[int], moving: Collection[int] = ()
+) -> RegionInputs:  # fmt: skip
     """Sort a region's inputs.
 
     Args:
         args: of the region.
         leaves: tensors of the model's call.
         written: slots of inputs that the region writes to.
+        moving: slots of inputs that lie elsewhere in each call.
     """
     place = {id(leaf): position for position, leaf in enumerate(leaves)}
     copies, slots, others, values = [], [], [], list(args)
     for slot, value in enumerate(args):
         if not isinstance(value, torch.Tensor):
             others.append((slot, value))
-        elif id(value) in place and slot not in written:
-            copy = static_copy(slot, place[id(value)], value)
+        elif (id(value) in place or slot in moving) and slot not in written:
+            copy = static_copy(slot, place.get(id(value), -1), value)
             copies.append(copy)
             values[slot] = copy.static if copy.is_dense else copy.static.as_strided(value.shape, value.stride())
         else:

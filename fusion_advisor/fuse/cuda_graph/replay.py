@@ -218,6 +218,7 @@ class Graphs:
         if recording is not None and not recording.fits(args, leaves):
             call.undo()
             del self._recordings[region]
+            region.copy_moved(recording.moved(args), args, call.objects)
             # Values whose sources were written to or exchanged are computed again by a plain call, outside any graph.
             region.waits = int(bool(recording.folded_from))
             recording = None

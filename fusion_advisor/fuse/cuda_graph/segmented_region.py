@@ -15,18 +15,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion, folded_from
+from fusion_advisor.fuse.cuda_graph.input_copies import InputCopy, copy_in, inputs_are, static_copy
 from fusion_advisor.fuse.cuda_graph.recording import (
-    InputCopy,
     Memory,
     Output,
     Outputs,
     Recorder,
     backend_flags,
-    copy_in,
     given_results,
-    inputs_are,
     results_of,
-    static_copy,
     versions_are,
 )
 from fusion_advisor.fuse.cuda_graph.region_inputs import sort_inputs
@@ -72,7 +69,8 @@ class SegmentedRegion(GraphedRegion):
         segments = self.segments
         assert segments is not None
         slots = segments.slots
-        inputs = sort_inputs([args[slot] for slot in slots], leaves, frozenset())
+        moving = {place for place, slot in enumerate(slots) if slot in self.moving}
+        inputs = sort_inputs([args[slot] for slot in slots], leaves, (), moving)
         making = _Making(
             recorder, self.tallies, {segments.placeholders[slot]: value for slot, value in zip(slots, inputs.values, strict=True)}
         )
@@ -153,6 +151,10 @@ class SegmentedRecording:
         """Memory of copied inputs."""
         return sum(one.nbytes for one in (*self.statics, *(copy.static for copy in self.copies)))
 
+    def moved(self, args: Sequence[Any]) -> list[int]:
+        """Return the places of the inputs that lie elsewhere than when it was recorded."""
+        return [self.slots[place] for place in self.addresses.moved([args[slot] for slot in self.slots])]
+
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graphs' assumptions hold for these inputs; dynamo's guards have passed."""
         return (
@@ -164,7 +166,7 @@ class SegmentedRecording:
 
     def run(self, args: Sequence[Any], leaves: Sequence[torch.Tensor], _: Outputs) -> Any:
         """Run the region: replay its segments, and launch the ops in between."""
-        copy_in(self.copies, leaves)
+        copy_in(self.copies, args, leaves)
         self.replays += 1
         return self.segments.whole.forward(*self.players, *args)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.fuse.live.call_signature import ObjectKey, Opaque
+from fusion_advisor.fuse.live.call_signature import ObjectKey, Opaque, has_no_strides
 
 _WIDEST = 60
 """Characters of a plain value that are shown."""
@@ -31,6 +31,8 @@ def why_never(key: Any) -> str:
         if isinstance(part, Opaque):
             kind = f"{part.kind.__module__}.{part.kind.__qualname__}".removeprefix("builtins.")
             return f"{name} is a {kind}, and calls are told apart by tensors and plain values alone"
+        if _is_tensor(part) and has_no_strides(part):
+            return f"{name} is a nested or a compressed sparse tensor, and calls are told apart by strides too"
     return ""
 
 
@@ -90,7 +92,7 @@ def _parts(key: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_tensor(key: Any) -> bool:
-    return isinstance(key, tuple) and len(key) in (4, 6) and isinstance(key[0], torch.Size)
+    return isinstance(key, tuple) and len(key) >= 4 and isinstance(key[0], torch.Size)
 
 
 def _is_plain(key: tuple[Any, ...]) -> bool:

@@ -50,11 +50,20 @@ def signature(
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Return what a verified call knows of a tensor: its shape, dtype, device and strides.
 
-    A tensor that is negated or conjugated only when an op reads it has a mark more: a kernel reads the memory as it lies.
+    A tensor that is negated or conjugated only when an op reads it has two marks more: a kernel reads the memory as it lies. One
+    without strides has a mark that equals nothing.
     """
     if tensor.is_neg() or tensor.is_conj():
         return (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.is_neg(), tensor.is_conj())
-    return (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+    try:
+        return (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+    except RuntimeError:  # to ask each tensor first would take longer than all else that is read of it
+        return (torch.Size(()), tensor.dtype, tensor.device, (), Opaque(tensor))
+
+
+def has_no_strides(layout: Layout) -> bool:
+    """Whether a layout is of a nested or of a compressed sparse tensor, which no call is verified with."""
+    return isinstance(layout[-1], Opaque)
 
 
 class ObjectKey:
@@ -339,7 +348,7 @@ def parts_of(key: Any, leaves: list[torch.Tensor], objects: Sequence[Seen]) -> C
             return part.form
         if not isinstance(part, tuple):
             return part
-        if len(part) == 4 and isinstance(part[0], torch.Size):
+        if part and isinstance(part[0], torch.Size):  # a layout, with marks behind it or without
             plain.append(part)
             return torch.Tensor
         return tuple(map(form, part))

@@ -246,7 +246,9 @@ def wrong_elsewhere(work: RangeWork, workpiece: Workpiece, served: Served) -> st
     Returns:
         An empty text where it is right; None where the point itself is of such sizes, or smaller.
     """
-    point = workpiece.first_point
+    point = next((one for one in workpiece.points if workpiece.opened.holds(workpiece.sizes(one))), None)
+    if point is None:
+        return None
     other = workpiece.sizes(point)
     if other == served.sizes or prod(other.values()) > max(prod(served.sizes.values()), MOST_ELEMENTS["cpu"]):
         return None

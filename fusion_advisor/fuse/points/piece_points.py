@@ -12,7 +12,7 @@ from fusion_advisor.fuse.points.carry import carried
 from fusion_advisor.fuse.points.choose_layouts import choose_layouts
 from fusion_advisor.fuse.points.decide import MOST_ELEMENTS, Decided, RangeWork, decided, not_decided
 from fusion_advisor.fuse.points.time_limit import OutOfTime
-from fusion_advisor.fuse.shapes.pieces import Piece, points_of
+from fusion_advisor.fuse.shapes.pieces import Piece, beside_holes, points_of
 from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes, prove_sizes
 from fusion_advisor.fuse.shapes.ranged_calls import ROOM, with_room
 from fusion_advisor.fuse.shapes.serve import ServedPiece, serving
@@ -22,6 +22,15 @@ from fusion_advisor.fuse.start.record import piece_of
 from fusion_advisor.records import RenderedKernel, ShapePiece
 
 _DECIDED, _CARRIED = "decide a point", "take over a point"
+
+
+def _in_graph(piece: Piece, points: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+    """Return sizes near some at which a piece's graph is the model's, each once: those that were traced are, at least."""
+    opened = piece.opened
+    assert opened is not None
+    found = [point if opened.holds(point) else beside_holes(point, piece.box, opened.holds) for point in points]
+    known = [point for point in found if point is not None] or [{one.name: opened.sizes[one.name] for one in piece.box}]
+    return [point for at, point in enumerate(known) if point not in known[:at]]
 
 
 class PiecePoints:
@@ -44,7 +53,7 @@ class PiecePoints:
         names = [one.name for one in work.options.shapes.ranges]
         asked = [with_room(dict(zip(names, point, strict=True))) for point in work.options.shape_points]
         most = MOST_ELEMENTS["cuda" if work.on_cuda else "cpu"]
-        self._points = points_of(piece.box, most=most, asked=asked)
+        self._points = _in_graph(piece, points_of(piece.box, most=most, asked=asked))
         self._found: dict[int, Decided] = {}
         self._kernels: dict[str, RenderedKernel] = {}
         self._open(self._opened)

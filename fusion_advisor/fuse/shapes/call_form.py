@@ -15,8 +15,9 @@ import torch
 from fusion_advisor.capture.sizes.open_capture import Dims, base_of, call_tensors, dim_size
 from fusion_advisor.runtime.call_tensors import is_object
 
-Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], *tuple[bool, ...]]
-"""Sizes, dtype, device and strides of a tensor; marks behind them where it is negated or conjugated when an op reads it."""
+Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], *tuple[object, ...]]
+"""Sizes, dtype, device and strides of a tensor; marks behind them where it is negated or conjugated when an op reads it, or has
+no strides."""
 
 
 @dataclass(frozen=True, slots=True)

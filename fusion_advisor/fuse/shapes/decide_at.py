@@ -13,7 +13,7 @@ from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.profile import profile_as_it_is
 from fusion_advisor.capture.sizes.one_size import at_one_size
-from fusion_advisor.capture.sizes.open_capture import OpenCapture
+from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture
 from fusion_advisor.fuse.decide.choose import choose
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
@@ -52,6 +52,9 @@ def example_args(opened: OpenCapture, args: Sequence[Any], kwargs: Mapping[str, 
         opened: the graph, with the call that leads to it.
         args: of the call.
         kwargs: of the call.
+
+    Raises:
+        OneSizeOnly: the call does not lead to the graph.
     """
     route, compiled, untraced = opened.region.route, opened.live.compiled, opened.live.untraced
     assert route is not None
@@ -64,6 +67,8 @@ def example_args(opened: OpenCapture, args: Sequence[Any], kwargs: Mapping[str, 
                 compiled.call(*args, **kwargs)
     finally:
         route.seen = None
+    if not seen:
+        raise OneSizeOnly("a call of the same sizes makes another graph: it depends on more than sizes")
     return tuple(seen[-1][1])
 
 

@@ -25,6 +25,8 @@ _EACH_ITS_OWN = 3
 _LARGEST_SAMPLE = 64
 _APART = 8
 """Points whose products differ by less are one: what pays at one pays at the other."""
+_NEAR = 3
+"""Sizes on either side that are tried where a point lies in a hole."""
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 
 Box = tuple[SizeRange, ...]
@@ -271,6 +273,22 @@ def points_of(box: Box, *, most: int, asked: Sequence[Mapping[str, int]] = ()) -
     if found[-1] is not largest and prod(largest.values()) > prod(found[-1].values()) and len(found) > 1:
         found[-1] = largest
     return found
+
+
+def beside_holes(point: Sizes, box: Box, holds: Callable[[Sizes], bool]) -> dict[str, int] | None:
+    """Return the sizes nearest to some at which the graph of a piece is the model's; None where there are none around.
+
+    Args:
+        point: sizes in the box.
+        box: of the piece.
+        holds: whether sizes in it are none that the model's assumptions rule out (height x width != 16).
+    """
+    steps = sorted(itertools.product(range(-_NEAR, _NEAR + 1), repeat=len(point)), key=lambda step: sum(map(abs, step)))
+    for step in steps:
+        near = {name: size + more for (name, size), more in zip(point.items(), step, strict=True)}
+        if contains(box, near) and holds(near):
+            return near
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -303,6 +303,8 @@ class ShapeTable:
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ServedPiece | str:
         """Return the piece that serves a call, or why the original ops run."""
         tensors = call_tensors(args, kwargs)
+        if any(one.is_nested or one.layout is not torch.strided for one in tensors.values()):
+            return ""
         sizes = sizes_of(tensors, self._dims)
         if sizes is None or pattern_of(args, kwargs, self._dims) != self._like:
             return ""

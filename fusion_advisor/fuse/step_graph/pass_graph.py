@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.fuse.cuda_graph.input_copies import InputCopy, flat, static_copy
 from fusion_advisor.fuse.cuda_graph.recording import (
-    InputCopy,
     Layout,
     Memory,
     Output,
     Recorder,
     backend_flags,
-    flat,
     given_results,
     layout_of,
     results_of,
-    static_copy,
 )
 from fusion_advisor.runtime.torch_internals import tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord

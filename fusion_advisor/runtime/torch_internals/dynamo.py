@@ -95,6 +95,17 @@ def traced_code() -> tuple[CodeType, ...]:
     return tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
 
 
+def begins_with(module: torch.nn.Module, code: CodeType) -> bool:
+    """Whether a frame is the module's whole call: dynamo leaves out what it cannot trace, and begins after it or in a callee.
+
+    Args:
+        module: whose call was compiled.
+        code: the first of :func:`traced_code`.
+    """
+    own = getattr(module.forward, "__code__", None)
+    return code is own or code.co_filename == torch._dynamo.external_utils.__file__
+
+
 def name_self(graph_module: torch.fx.GraphModule) -> None:
     """Name the module whose ``forward`` dynamo has in hand ``self`` in its graph's module paths, whatever its author calls it.
 

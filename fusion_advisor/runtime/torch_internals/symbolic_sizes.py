@@ -272,8 +272,8 @@ def why_fixed(error: Exception) -> str | None:
     if not isinstance(error, ConstraintViolationError):
         return None
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("-")]
-    fixed = re.search(r"L\[(.+?)\]\.size\(\)\[(\d+)\].*constant \((\d+)\)", lines[0] if lines else "")
+    fixed = re.search(r"L(\[.+?)\.size\(\)\[(\d+)\].*constant \((\d+)\)", lines[0] if lines else "")
     if fixed is not None:
-        tensor = fixed[1].replace("']['", ".").replace("'", "")
+        tensor = re.sub(r"\['(\w+)'\]", r".\1", fixed[1]).removeprefix(".").removeprefix("kwargs.")
         return f"the model takes size {fixed[3]} of `{tensor}`, dim {fixed[2]}, for a constant"
     return lines[0] if lines else str(error).splitlines()[0]

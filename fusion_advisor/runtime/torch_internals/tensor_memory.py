@@ -95,3 +95,7 @@ class Addresses:
         if self._at_once is None:
             return [tensor.data_ptr() for tensor in tensors] == self._values
         return bool(self._at_once(tensors, self._values, self._places))
+
+    def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the places of those that lie elsewhere."""
+        return [place for place, (one, then) in enumerate(zip(tensors, self._values, strict=True)) if one.data_ptr() != then]

@@ -163,6 +163,50 @@ def test_a_buffer_that_is_written_to_is_refused_by_name():
         capture_open(Counts().eval(), (), {"x": torch.randn(3, 11, 8)}, DIMS)
 
 
+@torch.compiler.disable
+def looked_at(x, part):
+    return x if part is None else x[:, : x.shape[1] // part]
+
+
+class Ahead(torch.nn.Module):
+    """Calls what no graph has, ahead of its first op."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return looked_at(x, self.part).sin() * 2
+
+
+class Sliced(torch.nn.Module):
+    """Reads a row of a table at the end of a length."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(64, 8))
+
+    def forward(self, x):
+        length = x.shape[1]
+        return x * 2, self.table[length - 1 : length].sum(0)
+
+
+def test_sizes_that_a_trace_leaves_open_are_refused_with_the_op():
+    try:
+        found = capture_open(Sliced().eval(), (), {"x": torch.randn(3, 11, 8)}, DIMS)
+    except OneSizeOnly as error:
+        assert str(error).endswith("do not follow from the sizes of the call")  # torch 2.13 gives the slice a size of its own
+    else:
+        assert sorted(found.names.values()) == ["batch", "seq"] and describe(found.region, symbols=found.symbols_now())
+
+
+def test_python_ahead_of_the_graph_that_makes_its_input_is_refused():
+    with pytest.raises(OneSizeOnly, match=r"Python makes `input\.\d` ahead of the graph"):
+        capture_open(Ahead(2).eval(), (), {"x": torch.randn(3, 11, 8)}, DIMS)
+    found = capture_open(Ahead(None).eval(), (), {"x": torch.randn(3, 11, 8)}, DIMS)
+    assert sorted(found.names.values()) == ["batch", "seq"]
+
+
 def test_what_the_call_is_given_may_be_written_to_and_is_put_back():
     found = opened(lambda x: x.add_(1))
     assert list(found.live.written.tensors) == ["x"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_advisor.fuse.cuda_graph.recording import flat
+from fusion_advisor.fuse.cuda_graph.input_copies import flat
 
 
 class FakeRecorder:

@@ -280,6 +280,40 @@ def test_addresses_that_keep_changing_end_the_recording(fused, recorder, x):
     assert fused.graphs.recordings == ()
 
 
+class Factor:
+    """What a cache of its own numbers is to a model that reads them."""
+
+    def __init__(self, number, size=1):
+        self.values = torch.full((size,), float(number))
+
+
+class Multiplied(torch.nn.Module):
+    """Reads a tensor that an object holds."""
+
+    def forward(self, x, factor):
+        return torch.tanh(x) * factor.values.sum(), factor.values.view(-1, 1)
+
+
+@pytest.mark.parametrize(("size", "recorded"), [(1, 2), (2000, 1 + replay._MOST_MOVES)], ids=["a number", "many"])
+def test_numbers_that_each_object_holds_in_memory_of_its_own_are_copied_in(recorder, size, recorded):
+    model, x = Multiplied().eval(), torch.randn(3, 4)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fused = graphed_model(model, (x, Factor(1, size)), recorder=recorder)
+        kept = [Factor(number, size) for number in range(9)]
+        recorder.protect(*(factor.values for factor in kept))  # views of them are given
+        for factor in [*kept, *kept[3:6]]:
+            result, given = fused(x, factor)
+            torch.testing.assert_close(result, torch.tanh(x) * factor.values.sum())
+            assert given.data_ptr() == factor.values.data_ptr()
+        factor.values.add_(1)
+        torch.testing.assert_close(fused(x, factor)[0], torch.tanh(x) * factor.values.sum())
+    assert recorder.recorded == recorded and fused.fallbacks == {}
+    assert [reason for reason in fused.graphs.refusals if "addresses" in reason] == (
+        [] if size == 1 else [*fused.graphs.refusals]
+    )
+
+
 def test_backend_flags_are_part_of_the_record(fused, recorder, x):
     for value in others(x, 3):
         fused(value)

@@ -11,11 +11,13 @@ import torch
 
 from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
+from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
 from fusion_advisor.fuse.cuda_graph.segments import split
 from fusion_advisor.timing.interleaving import CannotRecord
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.cuda_graph.growing import Decoding, launched, same, serving_decode
 from tests.tiny import Calling, gpt2, llama, qwen2
+from tools.measure_ranges import replays_of
 
 PARTS = 3
 """Segments of a model with two layers: ahead of the first attention, between both, and after the second."""
@@ -43,6 +45,7 @@ def test_twenty_steps_give_the_same_bits_and_are_recorded_once(model_of, name):
         (recording,) = fused.graphs.recordings
         assert recording.replays == 19 and recorder.replayed == PARTS * (19 + 1)  # once while it was recorded
         assert fused.graphs.ahead == 0 and fused.graphs.refusals == {} and fused.fallbacks == {}
+        assert replays_of(fused) == {} and replays_of(fused, SegmentedRecording) == {id(recording): 19}
         segments = recording.segments
         assert segments.launches_inside / segments.launches > 0.7
 

@@ -69,6 +69,14 @@ def test_what_no_two_calls_can_be_compared_by_is_named(call, says):
     assert why_never(call) == f"{says}, and calls are told apart by tensors and plain values alone"
 
 
+@pytest.mark.filterwarnings("ignore:.*(nested|Sparse CSR).*:UserWarning")
+def test_a_tensor_without_strides_is_told_apart_by_nothing():
+    for other in (torch.nested.nested_tensor([torch.zeros(3), torch.zeros(7)]), torch.eye(3).to_sparse_csr()):
+        says = "input 0 is a nested or a compressed sparse tensor, and calls are told apart by strides too"
+        assert why_never(key(other)) == says
+        assert key(other) != key(other) and key(a=Held(other)) != key(a=Held(other))
+
+
 def test_tensors_plain_values_and_objects_of_them_are_compared():
     assert why_never(key(torch.zeros(1), 2, a=Held([torch.zeros(2), None, Held(1.5)]), b={"c": "d"}, e=slice(1, 2))) == ""
 

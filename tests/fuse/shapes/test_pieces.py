@@ -10,7 +10,7 @@ import torch
 
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, capture_open
 from fusion_advisor.fuse.shapes import pieces
-from fusion_advisor.fuse.shapes.pieces import OtherPieces, contains, find_again, find_pieces, sample_of
+from fusion_advisor.fuse.shapes.pieces import OtherPieces, beside_holes, contains, find_again, find_pieces, sample_of
 from fusion_advisor.records import SizeRange
 from tests.capture.sizes.test_open_capture import DIMS, Rows
 
@@ -130,6 +130,18 @@ def test_samples_are_different_primes_of_moderate_size():
 
 def branches(x):
     return x.relu() if x.shape[1] > 32 else x.sin() if x.shape[0] > 8 else x
+
+
+def test_the_sizes_beside_a_hole_are_the_nearest_in_the_piece():
+    box = (SizeRange(name="height", least=1, most=16), SizeRange(name="width", least=1, most=16))
+
+    def beside(height, width, holds=lambda sizes: sizes["height"] != sizes["width"]):
+        return beside_holes({"height": height, "width": width}, box, holds)
+
+    assert beside(1, 1) in ({"height": 1, "width": 2}, {"height": 2, "width": 1})
+    assert beside(16, 16) in ({"height": 16, "width": 15}, {"height": 15, "width": 16})
+    assert beside(4, 5) == {"height": 4, "width": 5}
+    assert beside(4, 5, lambda sizes: False) is None
 
 
 def test_pieces_are_captured_again_where_they_were_and_only_those_that_serve():

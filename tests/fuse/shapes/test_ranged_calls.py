@@ -130,6 +130,30 @@ def test_a_model_that_cannot_generate_is_refused_in_words():
         ranged_calls(describe_live(model, (), kwargs), read_shapes({"input_ids": ("batch=1..2", "cached=1..4")}))
 
 
+def test_a_model_whose_static_cache_does_not_fit_its_masks_has_no_static_step():
+    from transformers import FalconConfig, FalconForCausalLM
+
+    torch.manual_seed(0)
+    config = FalconConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=200, alibi=True, multi_query=False,
+        parallel_attn=False, new_decoder_architecture=False, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    calls = calls_of(FalconForCausalLM(config).eval(), {"input_ids": torch.randint(1, 200, (2, 7))})
+    assert "decode" in calls and "static decode" not in calls
+
+
+def test_a_model_that_computes_something_else_with_a_static_cache_has_no_static_step():
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        num_layers=2, hidden_size=32, num_heads=4, vocab_size=200, max_position_embeddings=64, window_size=8,
+        attention_types=[[["global", "local"], 1]], bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    calls = calls_of(GPTNeoForCausalLM(config).eval(), {"input_ids": torch.randint(1, 200, (2, 7))})
+    assert "decode" in calls and "static decode" not in calls
+
+
 def test_a_window_that_is_counted_in_python_is_another_graph_at_each_step():
     from transformers import MistralConfig, MistralForCausalLM
 

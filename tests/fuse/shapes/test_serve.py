@@ -73,6 +73,25 @@ def test_calls_of_one_form_get_what_looking_through_them_gives():
     assert len(answers) == 5
 
 
+def test_a_tensor_that_is_negated_when_it_is_read_is_another_call():
+    served = table(piece(point(1, 1)))
+    for x, y in ((torch.zeros(3, 7), torch.zeros(3)), (torch._neg_view(torch.zeros(3, 7)), torch.zeros(3))):
+        for other in (y, torch._neg_view(y)):
+            kwargs = {**call(x), "y": other}
+            is_served = not x.is_neg() and not other.is_neg()
+            assert isinstance(look_up(served, kwargs), VerifiedCall) is is_served
+            assert isinstance(served.find((), kwargs), ServedPiece) is is_served
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|Sparse CSR).*:UserWarning")
+def test_tensors_without_strides_are_another_call():
+    served = table(piece(point(1, 1)))
+    nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(7)])
+    for other in (nested, torch.eye(3).to_sparse_csr(), torch.eye(3).to_sparse()):
+        for kwargs in (call(other), {**call(torch.zeros(3, 7)), "y": other}, {**call(other), "y": other}, call(Held(2, 4))):
+            assert look_up(served, kwargs) == served.find((), kwargs) == ""
+
+
 def test_a_call_of_any_size_inside_is_served():
     one = piece(point(1, 1), point(8, 64))
     for batch, seq in ((1, 1), (8, 64), (3, 7)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_advisor.fuse.cuda_graph.recording import flat
+from fusion_advisor.fuse.cuda_graph.input_copies import flat
 from fusion_advisor.fuse.step_graph.pass_graph import Kept
 from fusion_advisor.fuse.step_graph.step_graph import StepGraph
 from fusion_advisor.fuse.train.passes.freed_arguments import taking_a_list
