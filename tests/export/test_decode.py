@@ -44,6 +44,8 @@ def test_a_decode_step_gives_the_fused_models_bits_and_cache(kind, tmp_path, mon
     model, inputs, fused = models.fused(lambda: decode(models.llama, kind))
     cache = cache_name(model)
     name = f"decode_{kind}"
+    with pytest.raises(CannotExport, match=f"`{cache}` is a cache, and a compiled model takes tensors alone"):
+        fused.export(tmp_path / name, format="pt2")
     assert fused.export(tmp_path / name) == ()
     first, second, third = (copy.deepcopy(inputs) for _ in range(3))
     right = fused(**first).logits
