@@ -186,6 +186,72 @@ def test_a_package_without_a_model_of_its_own_takes_the_users(run, tmp_path):
         sys.path.remove(str(tmp_path / name))
 
 
+def replace_a_forward(model):
+    """As accelerate does, on the module itself."""
+    model.norms[0].forward = lambda x: 2 * x
+    return lambda: delattr(model.norms[0], "forward")
+
+
+def hook_a_submodule(model):
+    """As observers do."""
+    return model.norms[0].register_forward_hook(lambda module, args, out: 2 * out).remove
+
+
+class Doubled(torch.nn.LayerNorm):
+    """Another class of the same attributes."""
+
+    def forward(self, x):
+        """Compute."""
+        return 2 * super().forward(x)
+
+
+def change_a_class(model):
+    """As parametrizations do."""
+    model.norms[0].__class__, before = Doubled, type(model.norms[0])
+    return lambda: setattr(model.norms[0], "__class__", before)
+
+
+def hook_all_modules(model):
+    """As profilers do."""
+
+    def double(module, args, out):
+        return 2 * out if module is model.norms[0] else None
+
+    return torch.nn.modules.module.register_module_forward_hook(double).remove
+
+
+@torch.no_grad()
+def test_what_runs_in_place_of_a_submodules_forward_or_around_it_is_not_passed_over(run, tmp_path, monkeypatch):
+    """Before apply it is a difference between the models; after it, calls run the model's own forward."""
+    fused, x, _ = run
+    fused.export(tmp_path / "around_a_submodule")
+    monkeypatch.syspath_prepend(tmp_path / "around_a_submodule")
+    package, model = importlib.import_module("around_a_submodule"), fused.model
+    for change, here, later in (
+        (replace_a_forward, "own forward", "the forward of a submodule was replaced"),
+        (hook_a_submodule, "own hooks", "a hook was added to a submodule"),
+        (change_a_class, "Doubled", "a submodule has another class"),
+        (hook_all_modules, "", "a hook for all modules"),
+    ):
+        back = change(model)
+        right = model(x)
+        if here:
+            with pytest.raises(package.ModelDiffers, match=here):
+                package.apply(model)
+        back()
+        package.apply(model)
+        model(x)
+        assert not package.fallbacks(model)
+        back = change(model)
+        assert torch.equal(model(x), right)
+        (reason,) = package.fallbacks(model)
+        assert reason.startswith(later)
+        back()
+        model(x)
+        assert package.fallbacks(model) == {reason: 1}
+        package.revert(model)
+
+
 def test_a_package_with_its_compiled_kernels_compiles_nothing(run, tmp_path, monkeypatch):
     name = "brings_its_code"
     run[0].export(tmp_path / name, with_cache=True)
