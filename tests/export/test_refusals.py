@@ -246,6 +246,10 @@ def test_what_runs_in_place_of_a_submodules_forward_or_around_it_is_not_passed_o
         assert torch.equal(model(x), right)
         (reason,) = package.fallbacks(model)
         assert reason.startswith(later)
+        if here:  # dynamo itself runs no hook for all modules
+            torch._dynamo.reset()
+            compiled = torch.compile(model, fullgraph=True, backend="eager")
+            assert torch.equal(compiled(x), right)
         back()
         model(x)
         assert package.fallbacks(model) == {reason: 1}

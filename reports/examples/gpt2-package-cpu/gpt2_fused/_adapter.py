@@ -106,7 +106,8 @@ class FusedForward:
         self.defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
         self.constants = _constants(EXPECTED["device"], model)
         self.fallbacks: Counter[str] = Counter()
-        self.guard = _Guard(model)
+        self.guard = guard = _Guard(model)
+        self.changed = torch.compiler.assume_constant_result(lambda: guard.change())  # dynamo calls it once, as it traces
         self.graphs: Graphs | None = None
         self.seen = _objects.Seen()
 
@@ -127,6 +128,8 @@ class FusedForward:
         refusal = self._refusal_at_once(call, len(args))
         if is_compiling and not refusal:
             refusal = self._refusal_of_objects(call, is_compiling=True)
+            if not refusal and torch.compiler.is_dynamo_compiling():
+                refusal = self.changed()
             if not refusal:
                 return self.launched({name: call[name] for name in ARGUMENTS})
         elif not refusal:
