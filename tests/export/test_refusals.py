@@ -228,8 +228,8 @@ def test_what_runs_in_place_of_a_submodules_forward_or_around_it_is_not_passed_o
     monkeypatch.syspath_prepend(tmp_path / "around_a_submodule")
     package, model = importlib.import_module("around_a_submodule"), fused.model
     for change, here, later in (
-        (replace_a_forward, "own forward", "the forward of a submodule was replaced"),
-        (hook_a_submodule, "own hooks", "a hook was added to a submodule"),
+        (replace_a_forward, "a forward of its own", "the forward of a submodule was replaced"),
+        (hook_a_submodule, "a hook", "a hook was added to a submodule"),
         (change_a_class, "Doubled", "a submodule has another class"),
         (hook_all_modules, "", "a hook for all modules"),
     ):

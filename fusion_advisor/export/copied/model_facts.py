@@ -86,10 +86,10 @@ def _module(module: torch.nn.Module, *, is_inner: bool) -> dict[str, Any]:
 
 def _replaced(module: torch.nn.Module) -> dict[str, Any]:
     """Name what runs in place of a submodule's forward or around it; the model's own hooks are called all the same."""
-    found: dict[str, Any] = {"own forward": _function(vars(module)["forward"])} if "forward" in vars(module) else {}
+    found: dict[str, Any] = {"a forward of its own": _function(vars(module)["forward"])} if "forward" in vars(module) else {}
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     names = [_function(one) for one in hooks if getattr(one, "__module__", "") != _NOTING]
-    return {**found, "own hooks": names} if names else found
+    return {**found, "a hook": names} if names else found
 
 
 _NOTING = "transformers.utils.output_capturing"
