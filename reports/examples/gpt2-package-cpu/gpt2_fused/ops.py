@@ -5,7 +5,7 @@ import torch
 from ._cpp import cpp_launcher
 from ._launch import LAYOUTS, Laid, kernel_op
 
-# F3: embedding -> embedding -> add -> layer_norm in one kernel
+# F2: embedding -> embedding -> add -> layer_norm in one kernel
 transformer = kernel_op(
     "transformer",
     cpp_launcher(
@@ -28,7 +28,7 @@ transformer = kernel_op(
     device="cpu",
 )
 
-# F2: add -> layer_norm in one kernel
+# F3: add -> layer_norm in one kernel
 add_layernorm = kernel_op(
     "add_layernorm",
     cpp_launcher(
@@ -49,7 +49,7 @@ add_layernorm = kernel_op(
     device="cpu",
 )
 
-# F2: add -> layer_norm in one kernel
+# F3: add -> layer_norm in one kernel
 add_layernorm_2 = kernel_op(
     "add_layernorm_2",
     cpp_launcher(
