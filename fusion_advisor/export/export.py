@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import keyword
 import re
+import sys
 from pathlib import Path
 
-from fusion_advisor.errors import LicenceForbids, NothingToExport
+from fusion_advisor.errors import CannotExport, LicenceForbids, NothingToExport, UsageError
 from fusion_advisor.export.collect import is_kept, rewritten
 from fusion_advisor.export.package import files_of, with_built_kernels
-from fusion_advisor.export.printed import printed
+from fusion_advisor.export.printed import Printed, printed
 from fusion_advisor.files.whole_folder import refuse_existing, write_folder
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.records import Status
+from fusion_advisor.workload.factory import FILE_MODULE
 from fusion_advisor.workload.load import LoadedWorkload
 
 _PASSED_ON = (
@@ -32,6 +35,7 @@ def check_export(saved: SavedPlan, folder: Path, *, force: bool) -> None:
         NothingToExport: the run kept no kernel.
         LicenceForbids: a kernel may not be passed on.
         ExportExists: the folder is there, and ``force`` was not given.
+        UsageError: the run lies in the folder.
     """
     if not is_kept(saved):
         raise NothingToExport(run=saved.run_dir.name)
@@ -41,6 +45,9 @@ def check_export(saved: SavedPlan, folder: Path, *, force: bool) -> None:
         if planned.chain.id in kept and licence and licence not in _PASSED_ON:
             raise LicenceForbids(kernel=planned.match.kernel, licence=licence)
     refuse_existing(folder, force=force)
+    if saved.run_dir.resolve().is_relative_to(folder.resolve()):
+        detail = f"`{folder}` holds the run `{saved.run_dir.name}`, which --force would delete"
+        raise UsageError(detail=detail, help="choose another folder with --to")
 
 
 def export_package(
@@ -67,9 +74,22 @@ def export_package(
     """
     check_export(saved, folder, force=force)
     found = printed(loaded, rewritten(loaded, saved))
+    _refuse_classes_of_files(found)
     files = files_of(found, saved.report, package_name(folder))
     write_folder(with_built_kernels(files, package_name(folder)) if with_cache else files, folder, force=force)
     return found.left_out
+
+
+def _refuse_classes_of_files(found: Printed) -> None:
+    """Refuse an output of a class that a package cannot import: that of a factory's file, which is no module elsewhere."""
+    for line in found.context["imports"]:
+        _, home, _, kind = line.split()
+        if home.startswith(FILE_MODULE):
+            place = f"{home.removeprefix(FILE_MODULE)}.py"
+            raise CannotExport(
+                detail=f"its output is a `{kind}` of {place}, and a package imports modules alone: where the file can be"
+                f" imported, name the model {place.removesuffix('.py')}:FACTORY"
+            )
 
 
 def package_name(folder: Path) -> str:
@@ -79,4 +99,9 @@ def package_name(folder: Path) -> str:
         folder: ``out/gpt2-fused``, say.
     """
     name = re.sub(r"\W+", "_", folder.resolve().name, flags=re.ASCII).strip("_").lower()
-    return name if name.isidentifier() and name not in ("torch", "triton", "tests") else f"fused_{name}".rstrip("_")
+    is_taken = keyword.iskeyword(name) or name in sys.stdlib_module_names or name in _IMPORTED
+    return name if name.isidentifier() and not is_taken else f"fused_{name}".rstrip("_")
+
+
+_IMPORTED = ("torch", "triton", "transformers", "numpy", "kernels", "tests")
+"""What a package or its user imports by these names."""

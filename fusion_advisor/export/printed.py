@@ -24,6 +24,7 @@ from fusion_advisor.fuse.cuda_graph.capturable import UNDO_BYTES, has_collective
 from fusion_advisor.fuse.cuda_graph.tail import LastProduct, last_product
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.runtime.call_tensors import is_object
+from fusion_advisor.workload.factory import FILE_MODULE
 from fusion_advisor.workload.load import LoadedWorkload
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -249,7 +250,7 @@ def _constants(found: Rewritten) -> dict[str, torch.Tensor]:
 def _expected(loaded: LoadedWorkload) -> dict[str, Any]:
     model, config = loaded.model, getattr(loaded.model, "config", None)
     kind = type(model)
-    is_importable = not kind.__module__.startswith(("fusion_advisor_user_", "__main__")) and hasattr(type(config), "from_dict")
+    is_importable = not kind.__module__.startswith((FILE_MODULE, "__main__")) and hasattr(type(config), "from_dict")
     return {
         **facts(model),
         "model_class": f"{kind.__module__}.{kind.__qualname__}",

@@ -223,7 +223,8 @@ def trace_reference(
     given = dict(spec.constants) if constants is None else constants
     bound = functools.partial(function, **{name: value for name, value in given.items() if name in taken})
     try:
-        return trace(bound, [example(tensor, sizes, dtype) for tensor in spec.inputs])
+        with torch.autocast("cpu", enabled=False):  # that around the user's call is no part of the pattern
+            return trace(bound, [example(tensor, sizes, dtype) for tensor in spec.inputs])
     except Exception as error:
         detail = f"{function.__name__} cannot be traced: {type(error).__name__}: {error}"
         raise BadReference(file=spec.folder / "reference.py", detail=detail) from error

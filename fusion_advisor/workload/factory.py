@@ -23,6 +23,9 @@ from fusion_advisor.errors import AdvisorError, BadFactory, BadInputFunction, Fa
 from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.workload.device import is_out_of_memory
 
+FILE_MODULE = "fusion_advisor_user_"
+"""What the module of a factory's file is called, before the file's name: `random.py` takes no module of Python's place."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallInputs:
@@ -113,8 +116,7 @@ def _import(place: str, label: str, mistake: type[BadFactory]) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         raise mistake(factory=label, detail=f"there is no file {place}")
-    # A prefix keeps `random.py:factory` from taking the place of the standard library's module.
-    module_name = f"fusion_advisor_user_{path.stem}"
+    module_name = f"{FILE_MODULE}{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise mistake(factory=label, detail=f"{place} is not a Python file")

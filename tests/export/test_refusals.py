@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fusion_advisor
 from fusion_advisor.cli.common import core
-from fusion_advisor.errors import BadFactory, CannotExport, ExportExists, LicenceForbids, NothingToExport
+from fusion_advisor.errors import BadFactory, CannotExport, ExportExists, LicenceForbids, NothingToExport, UsageError
 from fusion_advisor.export.export import check_export, package_name
+from fusion_advisor.export.formats.write import write_plan
 from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.records import Status
@@ -67,6 +69,16 @@ def test_a_folder_that_is_there_is_left_alone_without_force(run, tmp_path):
     assert (out / "out" / "forward.py").is_file()
 
 
+@pytest.mark.parametrize("form", ["package", "kernels", "patch", "pt2"])
+def test_the_run_itself_is_not_replaced_even_with_force(form, run):
+    """It would be deleted after its export, the folder above it with all other runs."""
+    folder = run[2]
+    for place in (folder, folder.parent):
+        with pytest.raises(UsageError, match="holds the run"):
+            write_plan(SimpleNamespace(), load_plan(folder), place, form=form, force=True)
+    assert (folder / "report.json").is_file()
+
+
 def test_a_file_is_not_replaced_even_with_force(tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(ExportExists):
@@ -89,6 +101,23 @@ def test_a_factory_that_is_gone_is_named(tmp_path):
     (tmp_path / "gone.py").unlink()
     with pytest.raises(BadFactory, match="there is no file"):
         core.export_run(tmp_path / "run", tmp_path / "out", force=False, trust_remote_code=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_whose_class_only_a_file_has_is_refused(tmp_path):
+    """The package would import a module that nobody else has."""
+    source = (
+        "import dataclasses, torch\n\n@dataclasses.dataclass\nclass Scores:\n    best: torch.Tensor\n\n"
+        "class Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return Scores(torch.nn.functional.gelu(x * 2).softmax(-1))\n\n"
+        "def make():\n    return Net().eval(), {'x': torch.randn(64, 64)}\n"
+    )
+    (tmp_path / "scored.py").write_text(source)
+    loaded = core.load_workload(core.make_request(model_id=f"{tmp_path}/scored.py:make"))
+    fused = fusion_advisor.apply(loaded.model, loaded.kwargs, **QUICK)
+    with pytest.raises(CannotExport, match=r"a `Scores` of scored\.py, .* name the model scored:FACTORY"):
+        fused.export(tmp_path / "out")
+    fused.revert()
     assert not (tmp_path / "out").exists()
 
 
@@ -157,6 +186,76 @@ def test_a_package_without_a_model_of_its_own_takes_the_users(run, tmp_path):
         sys.path.remove(str(tmp_path / name))
 
 
+def replace_a_forward(model):
+    """As accelerate does, on the module itself."""
+    model.norms[0].forward = lambda x: 2 * x
+    return lambda: delattr(model.norms[0], "forward")
+
+
+def hook_a_submodule(model):
+    """As observers do."""
+    return model.norms[0].register_forward_hook(lambda module, args, out: 2 * out).remove
+
+
+class Doubled(torch.nn.LayerNorm):
+    """Another class of the same attributes."""
+
+    def forward(self, x):
+        """Compute."""
+        return 2 * super().forward(x)
+
+
+def change_a_class(model):
+    """As parametrizations do."""
+    model.norms[0].__class__, before = Doubled, type(model.norms[0])
+    return lambda: setattr(model.norms[0], "__class__", before)
+
+
+def hook_all_modules(model):
+    """As profilers do."""
+
+    def double(module, args, out):
+        return 2 * out if module is model.norms[0] else None
+
+    return torch.nn.modules.module.register_module_forward_hook(double).remove
+
+
+@torch.no_grad()
+def test_what_runs_in_place_of_a_submodules_forward_or_around_it_is_not_passed_over(run, tmp_path, monkeypatch):
+    """Before apply it is a difference between the models; after it, calls run the model's own forward."""
+    fused, x, _ = run
+    fused.export(tmp_path / "around_a_submodule")
+    monkeypatch.syspath_prepend(tmp_path / "around_a_submodule")
+    package, model = importlib.import_module("around_a_submodule"), fused.model
+    for change, here, later in (
+        (replace_a_forward, "a forward of its own", "the forward of a submodule was replaced"),
+        (hook_a_submodule, "a hook", "a hook was added to a submodule"),
+        (change_a_class, "Doubled", "a submodule has another class"),
+        (hook_all_modules, "", "a hook for all modules"),
+    ):
+        back = change(model)
+        right = model(x)
+        if here:
+            with pytest.raises(package.ModelDiffers, match=here):
+                package.apply(model)
+        back()
+        package.apply(model)
+        model(x)
+        assert not package.fallbacks(model)
+        back = change(model)
+        assert torch.equal(model(x), right)
+        (reason,) = package.fallbacks(model)
+        assert reason.startswith(later)
+        if here:  # dynamo itself runs no hook for all modules
+            torch._dynamo.reset()
+            compiled = torch.compile(model, fullgraph=True, backend="eager")
+            assert torch.equal(compiled(x), right)
+        back()
+        model(x)
+        assert package.fallbacks(model) == {reason: 1}
+        package.revert(model)
+
+
 def test_a_package_with_its_compiled_kernels_compiles_nothing(run, tmp_path, monkeypatch):
     name = "brings_its_code"
     run[0].export(tmp_path / name, with_cache=True)
@@ -189,7 +288,16 @@ def test_an_old_torch_is_told_what_it_lacks(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("folder", "name"),
-    [("gpt2_fused", "gpt2_fused"), ("My-Model.v2", "my_model_v2"), ("2fast", "fused_2fast"), ("torch", "fused_torch")],
+    [
+        ("gpt2_fused", "gpt2_fused"),
+        ("My-Model.v2", "my_model_v2"),
+        ("2fast", "fused_2fast"),
+        ("torch", "fused_torch"),
+        ("class", "fused_class"),
+        ("json", "fused_json"),
+        ("transformers", "fused_transformers"),
+        ("match", "match"),
+    ],
 )
 def test_a_package_is_named_after_its_folder(folder, name, tmp_path):
     assert package_name(tmp_path / folder) == name

@@ -10,7 +10,14 @@ import torch
 
 from fusion_advisor.library.discover import list_kernels, load_references, scaffold
 from fusion_advisor.library.match import find_match
-from fusion_advisor.library.patterns import example, kernel_patterns, library_patterns, lower_reference
+from fusion_advisor.library.patterns import (
+    _example_sizes,
+    example,
+    kernel_patterns,
+    library_patterns,
+    lower_reference,
+    trace_reference,
+)
 from fusion_advisor.library.spec import Input
 from fusion_advisor.lowering.rules.tables import CannotLower
 
@@ -94,6 +101,22 @@ def test_examples_are_laid_out_as_the_manifest_says():
     heads = Input(name="x", shape=("B", "H", "S", "D"), order=("B", "S", "H", "D"))
     made = example(heads, {"B": 2, "H": 3, "S": 4, "D": 5}, torch.half)
     assert (tuple(made.shape), made.stride(), made.dtype) == ((2, 3, 4, 5), (60, 5, 15, 1), torch.half)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_reference_is_traced_as_it_is_written_whatever_autocast_is_around_the_users_call(dtype):
+    """A rotation multiplies tensors of two dtypes; autocast to float16 on a CPU raises for one of them."""
+    (spec,) = (one for one in list_kernels() if one.name == "qk_norm_rope")
+    _, function = load_references(spec).references[0]
+    sizes = next(_example_sizes(spec))
+
+    def ops():
+        graph = trace_reference(spec, function, sizes, dtype=torch.bfloat16).graph
+        return [(str(node.target), str(node.args)) for node in graph.nodes]
+
+    plain = ops()
+    with torch.autocast("cpu", dtype):
+        assert ops() == plain
 
 
 def test_a_users_own_kernel_is_searched_beside_the_shipped_ones(tmp_path):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, StaticCache
 
 from tools.start_up.__main__ import WAYS, main, measure, run_way
-from tools.start_up.child import Noted, Place, counters
+from tools.start_up.child import Noted, Place, counters, host_options
 from tools.start_up.table import facts_of, markdown, rest_s
 
 
@@ -98,3 +99,9 @@ def test_a_folder_with_something_in_it_and_an_unknown_way_are_refused(tmp_path, 
     with pytest.raises(SystemExit):
         main(["gpt2", "--to", str(tmp_path)])
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_code_on_the_host_has_no_vector_instructions_for_a_gpu():
+    """torch 2.11 would take half a minute to find out which there are, at the compilation and at each start."""
+    assert host_options({"input_ids": SimpleNamespace(is_cuda=True), "use_cache": False}) == {"cpp.vec_isa_ok": False}
+    assert host_options({"input_ids": torch.ones(1), "use_cache": False}) == {}

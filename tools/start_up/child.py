@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -237,9 +237,8 @@ def aoti_make(place: Place) -> None:
     model, call = place.load_model(place.import_model())
     program = torch.export.export(model, (), call)
     place.laps.end("trace")
-    torch._inductor.aoti_compile_and_package(
-        program, package_path=str(place.folder / "plain.pt2"), inductor_configs={"aot_inductor.package_constants_in_so": False}
-    )
+    options = {"aot_inductor.package_constants_in_so": False, **host_options(call)}
+    torch._inductor.aoti_compile_and_package(program, package_path=str(place.folder / "plain.pt2"), inductor_configs=options)
     place.laps.end("compile")
     place.note(made_s=place.laps.wall_s)
 
@@ -250,9 +249,10 @@ def aoti(place: Place) -> None:
     if not (place.folder / "plain.pt2").is_file():
         raise RuntimeError("AOTInductor made no package")
     model, call = place.load_model(place.import_model())
-    importlib.import_module("torch._inductor")
+    importlib.import_module("torch._inductor.config")
     place.laps.end("own imports")
-    fast = torch._inductor.aoti_load_package(str(place.folder / "plain.pt2"))
+    with torch._inductor.config.patch(host_options(call)):
+        fast = torch._inductor.aoti_load_package(str(place.folder / "plain.pt2"))
     own = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
     wanted = fast.get_constant_fqns()
     if missing := [name for name in wanted if name not in own]:
@@ -261,6 +261,15 @@ def aoti(place: Place) -> None:
     place.laps.end("put in")
     place.first_step(lambda: fast(**call))
     place.steps(lambda: fast(**call), call)
+
+
+def host_options(call: Mapping[str, Any]) -> dict[str, bool]:
+    """Return Inductor's options for code on the host: for a GPU it has no vector instructions, as in the exported ``pt2``.
+
+    Else torch 2.11 compiles programs and imports torch in six processes to know them, at the compilation and at each start.
+    """
+    is_on_gpu = any(getattr(one, "is_cuda", False) for one in call.values())
+    return {"cpp.vec_isa_ok": False} if is_on_gpu else {}
 
 
 def request(place: Place) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,27 @@ class NamedCall(nn.Module):
 
 
 def named_tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's output by name, or by number where they have none.
+    """Return the tensors of a model's output by name, or by number where they have none: ``logits``, ``hidden_states.0``.
 
     Args:
-        output: a tensor, a tuple, a dict or one of transformers' outputs.
+        output: a tensor, a tuple, a dict, a dataclass or one of transformers' outputs, with any of these inside.
     """
-    items = output.items() if hasattr(output, "items") else enumerate(output if isinstance(output, list | tuple) else [output])
-    return {str(name): value for name, value in items if isinstance(value, torch.Tensor)}
+    return dict(_named("", [output] if isinstance(output, torch.Tensor) else output))
+
+
+def _named(place: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield place, value
+        return
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif dataclasses.is_dataclass(value):
+        items = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
+    for name, item in items:
+        yield from _named(f"{place}.{name}" if place else str(name), item)
 
 
 @contextlib.contextmanager

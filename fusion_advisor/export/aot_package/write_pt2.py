@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def export_pt2(
         NothingToExport: the run kept no kernel.
         ExportExists: the folder is there, and ``force`` was not given.
         PlanMismatch: the model is not that of the run any more.
-        CannotExport: a kernel is launched by Python, torch is too old, or AOTInductor refuses the model.
+        CannotExport: the call passes a cache, a kernel is launched by Python, torch is too old, or AOTInductor refuses the model.
         CannotWrite: the file system refuses.
     """
     check_export(saved, folder, force=force)
@@ -64,12 +64,29 @@ def export_pt2(
         graph = rewritten(loaded, saved)
     with stages.stage("print the source"):
         found = printed(loaded, graph)
+        refuse_objects(found.specs)
         refuse_python_launches(found.ops)
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as place:
         files = _made(loaded, saved, found, name, Path(place), stages)
         with stages.stage("write"):
             write_folder(files, folder, force=force)
     return found.left_out
+
+
+def refuse_objects(specs: Collection[str]) -> None:
+    """Refuse a call that passes a cache: a compiled model's arguments are tensors.
+
+    Args:
+        specs: what the objects among the call's arguments hold, by the names of the arguments.
+
+    Raises:
+        CannotExport: there is one; its name is in the message.
+    """
+    if specs:
+        name = next(iter(specs))
+        raise CannotExport(
+            detail=f"its argument `{name}` is a cache, and a compiled model takes tensors alone; use --format package for it"
+        )
 
 
 def _made(

@@ -34,7 +34,7 @@ def facts(model: torch.nn.Module, known: Mapping[str, list[str]] | None = None) 
     return {
         "class": _name(type(model)),
         "config": _plain(config.to_dict()) if hasattr(config, "to_dict") else {},
-        "modules": {path: _module(module) for path, module in model.named_modules()},
+        "modules": {path: _module(module, is_inner=bool(path)) for path, module in model.named_modules()},
         "tensors": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()},
         "device": next((tensor.device.type for tensor in tensors.values()), "cpu"),
         "code": _digests(sorted(kinds, key=_name), known or {}),
@@ -75,13 +75,29 @@ def _difference(title: str, here: Any, there: Any, made: str) -> str:
     return f"{title}: {here}, {made} with {there}"
 
 
-def _module(module: torch.nn.Module) -> dict[str, Any]:
+def _module(module: torch.nn.Module, *, is_inner: bool) -> dict[str, Any]:
     own = {
         name: value
         for name, value in vars(module).items()
         if type(value) in _PLAIN and not name.startswith("_") and name not in ("training", *_OF_THE_FILE)
     }
-    return {"class": _name(type(module)), **dict(sorted(own.items()))}
+    return {"class": _name(type(module)), **dict(sorted(own.items())), **(_replaced(module) if is_inner else {})}
+
+
+def _replaced(module: torch.nn.Module) -> dict[str, Any]:
+    """Name what runs in place of a submodule's forward or around it; the model's own hooks are called all the same."""
+    found: dict[str, Any] = {"a forward of its own": _function(vars(module)["forward"])} if "forward" in vars(module) else {}
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    names = [_function(one) for one in hooks if getattr(one, "__module__", "") != _NOTING]
+    return {**found, "a hook": names} if names else found
+
+
+_NOTING = "transformers.utils.output_capturing"
+"""Its hooks stay after the first call that returns hidden states; they note what goes by and change nothing."""
+
+
+def _function(called: Any) -> str:
+    return str(getattr(called, "__qualname__", type(called).__qualname__))
 
 
 def _plain(value: Any) -> Any:

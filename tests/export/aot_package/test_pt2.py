@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +15,12 @@ import torch
 
 from fusion_advisor.errors import CannotExport
 from fusion_advisor.export.aot_package.op_source import refuse_python_launches
-from fusion_advisor.export.aot_package.traced import named_tensors
+from fusion_advisor.export.aot_package.traced import NamedCall, named_tensors
 from fusion_advisor.export.aot_package.write_pt2 import op_library_files, pt2_context, why_it_failed
+from fusion_advisor.export.kernel_files.files import rendered
 from fusion_advisor.files.whole_folder import write_folder
 from fusion_advisor.records.serialize import read_report
+from fusion_advisor.runtime.torch_internals.inductor import compile_and_package
 from tests.export import models
 from tests.export.extension import native
 from tests.export.extension.test_extension import COMPILERS, environment
@@ -79,6 +83,53 @@ def test_a_compiled_package_on_a_gpu(backend, tmp_path):
     assert list(found) == list(outputs)
     for name, value in truth.items():
         assert difference(found[name], value) <= 2 * difference(eager[name], value) + 1e-7
+
+
+@pytest.mark.slow  # half a minute of a C++ compiler
+def test_a_package_for_a_gpu_loads_without_asking_a_compiler(tmp_path, caplog):
+    """Its code on the host has no vector instructions, and torch would compile programs at every start to know the CPU's."""
+    from torch._inductor import cpu_vec_isa
+
+    x, built, lists = torch.randn(4, 4), [], cpu_vec_isa.valid_vec_isa_list
+    compile_and_package(
+        torch.export.export(NamedCall(torch.nn.Tanh(), {}), (), {"input": x}), tmp_path / "model.pt2", is_on_gpu=True
+    )
+    context = {"device": "cuda", "library_file": "", "tensors": [("input", (4, 4), (4, 1), "float32")]}
+    (tmp_path / "run.py").write_bytes(rendered("export/pt2/run.py", context))
+    spec = importlib.util.spec_from_file_location("run_for_a_gpu", tmp_path / "run.py")
+    run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    lists.cache_clear()
+    cpu_vec_isa.VecISA._VecISA__bool__impl.cache_clear()  # an earlier test may have asked
+    asked = cpu_vec_isa.VecISA.check_build.__code__
+    sys.setprofile(lambda frame, event, _: built.append(event) if event == "call" and frame.f_code is asked else None)
+    try:
+        call = run.load()
+    finally:
+        sys.setprofile(None)
+    assert not built
+    assert "mismatch" not in caplog.text
+    assert lists.cache_info().currsize == 0
+    torch.testing.assert_close(call(input=x)["0"], x.tanh())
+
+
+@dataclass
+class Found:
+    """What a model returns."""
+
+    best: torch.Tensor
+    rest: tuple[object, ...] = ()
+
+
+def test_tensors_inside_of_an_output_have_names():
+    """None of them is missing from a compiled package: it returns what these names are of."""
+    one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert named_tensors(one) == {"0": one}
+    assert named_tensors((one, None, [two, {"x": three}])) == {"0": one, "2.0": two, "2.1.x": three}
+    assert named_tensors({"logits": one, "hidden": (two, three), "count": 3}) == {
+        "logits": one, "hidden.0": two, "hidden.1": three,
+    }  # fmt: skip
+    assert named_tensors(Found(one, (two, "text"))) == {"best": one, "rest.0": two}
 
 
 class Small(torch.nn.Module):

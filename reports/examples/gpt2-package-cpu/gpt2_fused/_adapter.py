@@ -106,7 +106,8 @@ class FusedForward:
         self.defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
         self.constants = _constants(EXPECTED["device"], model)
         self.fallbacks: Counter[str] = Counter()
-        self.guard = _Guard(model)
+        self.guard = guard = _Guard(model)
+        self.changed = torch.compiler.assume_constant_result(lambda: guard.change())  # dynamo calls it once, as it traces
         self.graphs: Graphs | None = None
         self.seen = _objects.Seen()
 
@@ -127,6 +128,8 @@ class FusedForward:
         refusal = self._refusal_at_once(call, len(args))
         if is_compiling and not refusal:
             refusal = self._refusal_of_objects(call, is_compiling=True)
+            if not refusal and torch.compiler.is_dynamo_compiling():
+                refusal = self.changed()
             if not refusal:
                 return self.launched({name: call[name] for name in ARGUMENTS})
         elif not refusal:
@@ -239,7 +242,7 @@ def _layout_refusal(name: str, laid: Any, value: Any) -> str:
 
 
 class _Guard:
-    """A model as it was when the kernels were put in: submodules, parameters, buffers, hooks, dtypes, dropouts, attributes.
+    """A model as it was when the kernels were put in: submodules, their forwards and hooks, tensors, dropouts, attributes.
 
     It is looked at at each call: with 28 layers of Qwen2.5 it has 371 modules and 341 tensors, so all loops are in C.
 
@@ -253,6 +256,10 @@ class _Guard:
         inner = [module for module in model.modules() if module is not model]
         self._hooks = [table for one in inner for table in (one._forward_hooks, one._forward_pre_hooks)]
         self._hook_count = sum(map(len, self._hooks))
+        every = torch.nn.modules.module
+        self._hooks_of_all = [getattr(every, name, {}) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")]
+        self._inner, self._own = inner, [*map(vars, inner)]
+        self._kinds, self._forwards = [*map(type, inner)], [*map(dict.get, self._own, itertools.repeat("forward"))]
         self._tables = [table for one in model.modules() for table in (one._parameters, one._buffers) if table]
         self._known = [*itertools.chain.from_iterable(map(dict.values, self._tables))]
         self._tensors = [*model.parameters(), *model.buffers()]
@@ -272,6 +279,12 @@ class _Guard:
             return "a submodule was replaced after apply"
         if sum(map(len, self._hooks)) != self._hook_count:
             return "a hook was added to a submodule after apply"
+        if any(self._hooks_of_all):
+            return "a hook for all modules is registered"
+        if [*map(type, self._inner)] != self._kinds:
+            return "a submodule has another class than at apply"
+        if [*map(dict.get, self._own, itertools.repeat("forward"))] != self._forwards:
+            return "the forward of a submodule was replaced after apply"
         held = itertools.chain.from_iterable(map(dict.values, self._tables))
         if not all(map(is_, held, self._known)) or sum(map(len, self._tables)) != len(self._known):
             return "a parameter or buffer is another one than at apply: revert, and apply again"
