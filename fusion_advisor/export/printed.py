@@ -18,6 +18,7 @@ from fusion_advisor.export.copied.call_objects import Unknown, at, objects_in, s
 from fusion_advisor.export.copied.model_facts import facts
 from fusion_advisor.export.forward_source import ForwardPrinter, Source
 from fusion_advisor.export.kernel_ops import KernelOp
+from fusion_advisor.export.linear_ops import OddRowsCall
 from fusion_advisor.export.outputs import OutputPrinter
 from fusion_advisor.export.parameters import Layer, joined_tensors, place_of, tensor_names
 from fusion_advisor.fuse.cuda_graph.capturable import UNDO_BYTES, has_collectives, saved_inputs
@@ -153,7 +154,7 @@ def _late(graph: Graph, tensors: Collection[Node]) -> LastProduct | None:
     """Return the large product that a graph makes last, of a value of its own and the model's tensors."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     results = list(output.all_input_nodes)
-    found = [last_product(graph, one, tensors) for one in results if len(one.users) == 1]
+    found = [last_product(graph, one, tensors, kinds=(OddRowsCall,)) for one in results if len(one.users) == 1]
     return next((one for one in found if one is not None), None)
 
 

@@ -144,8 +144,9 @@ def _product_behind(
 
 
 def last_product(
-    graph: Graph, result: Node, inputs: Collection[Node], numbers: Mapping[Node, int] = MappingProxyType({})
-) -> LastProduct | None:
+    graph: Graph, result: Node, inputs: Collection[Node], numbers: Mapping[Node, int] = MappingProxyType({}),
+    kinds: tuple[type, ...] = (OddRows,),
+) -> LastProduct | None:  # fmt: skip
     """Return the large product that a result is, or is a view of; None where it must stay in a CUDA graph.
 
     It reads one value of the graph's own, and inputs. None of them is written to later.
@@ -155,6 +156,7 @@ def last_product(
         result: that nothing else reads.
         inputs: tensors that are given to the graph and not copied into it.
         numbers: open sizes of the graph, with their values.
+        kinds: of calls that are products too, beside ATen's.
     """
     views: list[Node] = []
     product = result
@@ -163,7 +165,7 @@ def last_product(
         (product,) = _tensors_of(product, numbers)
         if len(product.users) > 1:
             return None
-    if product.target not in _PRODUCTS and not isinstance(product.target, OddRows):
+    if product.target not in _PRODUCTS and not isinstance(product.target, kinds):
         return None
     operands = _tensors_of(product, numbers)
     own = [source for source in operands if source not in inputs]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fusion_advisor.workload.weight_packing import leave_room
 from tests.export import models
 
 ROWS, WORDS = 96, 12288
@@ -114,6 +115,48 @@ def test_a_product_that_is_read_again_stays_in_the_graph(exported):
     package.apply(model)
     assert model(x=x).logits.shape == (ROWS, WORDS)
     assert package.fallbacks(model) == {}
+    package.revert(model)
+
+
+ODD_WORDS = 1025
+
+
+class OddHead(nn.Module):
+    """A chain and a head of an odd width, whose rows are stored in place: 4.5 MB of logits in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, ODD_WORDS, bias=False)
+
+    def forward(self, x):
+        """Compute."""
+        hidden = torch.nn.functional.gelu(self.norm(x) * 1.5)
+        return Output(logits=self.head(hidden), hidden=hidden)
+
+
+def odd_head():
+    torch.manual_seed(0)
+    model = OddHead().bfloat16().eval()
+    leave_room(model)
+    return model, {"x": torch.randn(2, 1100, 32, dtype=torch.bfloat16)}
+
+
+@torch.no_grad()
+def test_a_head_of_an_odd_width_is_made_behind_the_graph(tmp_path, monkeypatch):
+    model, inputs, fused = models.fused(odd_head)
+    assert "odd-width-gemm" in {row.id for row in fused.report.rewrites if row.status == "kept"}
+    expected = fused(**inputs)
+    fused.export(tmp_path / "late_odd_head")
+    fused.revert()
+    monkeypatch.syspath_prepend(tmp_path / "late_odd_head")
+    package, recorder = importlib.import_module("late_odd_head"), Recorder()
+    model, _ = odd_head()
+    package.apply(model, cuda_graph=True, recorder=recorder)
+    found = [model(**inputs) for _ in range(3)]
+    (recorded,) = recorder.recorded
+    assert isinstance(recorded.logits, package._graphs.Late) and package.fallbacks(model) == {}
+    assert all(torch.equal(one.logits, expected.logits) for one in found)
+    assert len({one.logits.data_ptr() for one in found}) == 3
     package.revert(model)
 
 
