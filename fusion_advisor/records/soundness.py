@@ -37,6 +37,8 @@ _SIGNED = frozenset({
     "decode_after_ns",
 })  # fmt: skip
 """Figures that may be negative or beyond 1 in a sound file: differences, and times before the first kernel."""
+_SIGNED_THERE = frozenset({("Recomputed", "saved_bytes")})
+"""The same, of one record: the forward pass may keep an op's results in place of others."""
 _COUNTS = frozenset({
     "batch", "seq_len", "context", "new_tokens", "parameter_count", "cores", "launches", "kernels", "runs", "sites", "elements",
     "sites_found", "sites_matched", "sites_replaced", "launches_before", "launches_after", "source_line", "modules",
@@ -166,7 +168,8 @@ def _numbers_of(kind: type) -> tuple[tuple[str, bool], ...]:
     for item in fields(kind):
         is_counted = item.name in _COUNTS or item.name.endswith(("_ns", "_bytes", "_bytes_per_s", "shape"))
         if str(item.type) not in ("str", "bool", "OpClass", "Status"):
-            found.append((item.name, is_counted and item.name not in _SIGNED))
+            is_signed = item.name in _SIGNED or (kind.__name__, item.name) in _SIGNED_THERE
+            found.append((item.name, is_counted and not is_signed))
     return tuple(found)
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fusion_advisor import records
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import UnknownSchema, UnreadableReport
-from fusion_advisor.records import Capture, Launch, OpClass, OpNode, Ref, Report, Status
+from fusion_advisor.records import Capture, Launch, OpClass, OpNode, Recomputed, Ref, Report, Status
 from fusion_advisor.records.json_schema import json_schema
 from fusion_advisor.records.serialize import (
     CAPTURE_SCHEMA,
@@ -143,6 +143,20 @@ def test_ranges_that_do_not_hold_together_are_refused(change: Callable[[Any], ob
     data = json.loads(dump_report(ALL["sized"]()))
     change(data["shapes"])
     assert why in refused(json.dumps(data))
+
+
+def test_a_budget_that_has_ops_kept_in_place_of_others_can_be_read_again() -> None:
+    made = ALL["trained"]()
+    assert made.training is not None
+    rows = (
+        Recomputed(op="mul", module="h.*.mlp", ops=12, saved_bytes=3000, again_ns=7),
+        Recomputed(op="mm", module="h.*", ops=0, saved_bytes=-1000, again_ns=0),
+    )
+    report = replace(made, training=replace(made.training, recomputed=rows))
+    assert load_report(dump_report(report)) == report and schema_errors(dump_report(report)) == []
+    data = json.loads(dump_report(made))
+    data["rewrites"][0]["saved_bytes"] = -1
+    assert "rewrites[0].saved_bytes: -1 is negative" in refused(json.dumps(data))
 
 
 def test_truncated_files_are_refused_with_the_place() -> None:
