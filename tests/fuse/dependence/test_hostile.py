@@ -189,7 +189,7 @@ HOSTILE = {
         masked, "seq", lambda x, mask: POSITIONS[:8][mask.cumsum(1).clamp(max=6)] + x,
         "outside of its table"),
     "a size that shrinks": (
-        ids, "seq", lambda x: POSITIONS[: 64 - x.shape[1]].sum(0) + TABLE[x], "may shrink where `seq` grows"),
+        ids, "seq", lambda x: torch.ones(64 - x.shape[1]).sum() + TABLE[x], "may shrink where `seq` grows"),
     "the bits of a mask": (
         rows, "seq", lambda x: attend(x, torch.where(causal(x), 0.0, MINUS).view(torch.int32).float()), "the same bits"),
     "a mask that is taken away": (

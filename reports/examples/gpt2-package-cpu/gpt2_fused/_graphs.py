@@ -75,7 +75,8 @@ class CudaRecorder:
         clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", int)
         clear_workspaces()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # Where a capture fails, torch.cuda.graph leaves its own stream current.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 output = run()
         finally:
             clear_workspaces()

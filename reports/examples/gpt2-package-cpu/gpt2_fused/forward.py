@@ -1,4 +1,4 @@
-"""The forward of `GPT2LMHeadModel` with kernels in place of chains of ops. Exported from run 20261130-054851-e670a7.
+"""The forward of `GPT2LMHeadModel` with kernels in place of chains of ops. Exported from run 20261130-062803-e670a7.
 
 Sizes are those of the call that was verified; any other call runs the model's own forward (see `_adapter.py`).
 """
