@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from fusion_advisor import units
@@ -141,11 +142,18 @@ def next_step(report: Report) -> NextStep | None:
     if report.after is None or Status.KEPT not in statuses:
         return NextStep("Nothing was kept, so there is nothing to install.", "")
     if report.training is not None:
-        code = 'import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, phase="train")'
+        code = f'import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, phase="train"{_training_options(report.command)})'
         return NextStep("Fuse the training step in your program; its kernels are built, checked and timed there again:", code)
     place = f'"{_PLACE}{visible(report.run_id, 60)}"' if report.run_id else "run_dir"
     code = f"import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, plan=fa.load_plan({place}))"
     return NextStep("Install these kernels in your program; they are built and checked again, not timed:", code)
+
+
+def _training_options(command: str) -> str:
+    """Return the options of a training run that change what is kept in memory, as further arguments of ``fa.apply``."""
+    asked = re.search(r" --memory-budget (0?\.\d+)(?= |$)", command)
+    budget = f", memory_budget={asked[1]}" if asked else ""
+    return f"{budget}, drop_logits=True" if "--drop-logits" in command.split() else budget
 
 
 def next_steps(report: Report) -> tuple[NextStep, ...]:

@@ -21,7 +21,7 @@ from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.html.waterfall import waterfall
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal.result import result_table
-from tests.report.fixtures import EXAMPLES, applied, on_cpu
+from tests.report.fixtures import ALL, EXAMPLES, applied, on_cpu
 
 NAMES = [path.parent.name for path in EXAMPLES]
 
@@ -123,3 +123,18 @@ def test_kernels_that_can_be_installed_can_be_shipped_too() -> None:
     rewrites_alone = replace(report, fusions=tuple(replace(row, chain_id="") for row in report.fusions))
     assert first_screen.next_steps(rewrites_alone) == (install,)  # a package holds kernels of chains
     assert first_screen.next_steps(replace(report, run_id=""))[1:] == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ("", ""), (" --drop-logits", ", drop_logits=True"), (" --memory-budget 0.8", ", memory_budget=0.8"),
+        (" --memory-budget 0.8 --drop-logits --quick", ", memory_budget=0.8, drop_logits=True"),
+        (" --memory-budget 0.8;import", ""), (" --memory-budget 1.0", ""),
+    ],
+    ids=["none", "no logits", "a budget", "both", "an edited file", "no budget"],
+)  # fmt: skip
+def test_what_a_training_run_kept_in_memory_is_in_the_call_that_is_copied(options, arguments):
+    report = replace(ALL["trained"](), command=f"fusion-advisor apply gpt2 --phase train{options}")
+    code = first_screen.next_steps(report)[0].code
+    assert code.splitlines()[-1] == f'fused = fa.apply(model, inputs, phase="train"{arguments})'

@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
@@ -239,7 +239,7 @@ def environment() -> Environment:
         finalize=_finalize,
     )
     made.globals.update(u=units, plural=plural, chart_width=charts.WIDTH)
-    made.filters.update(short=visible, path=_path)
+    made.filters.update(short=visible, path=_path, coded=coded)
     return made
 
 
@@ -301,6 +301,14 @@ def _path(drawn: str) -> Markup:
 
 def _source_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def coded(text: str) -> Markup:
+    """Return a sentence for a page: what stands between backticks as code. Of an odd number of them all stay as they are."""
+    parts = visible(text).split("`")
+    if len(parts) % 2 == 0:
+        return escape(visible(text))
+    return Markup("").join(Markup("<code>{}</code>").format(part) if number % 2 else part for number, part in enumerate(parts))
 
 
 def _finalize(value: object) -> object:

@@ -21,7 +21,7 @@ from fusion_advisor.report import kernel_rows, shared_rows
 from fusion_advisor.report.escape import visible
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html.highlight import panel
-from fusion_advisor.report.html.page import MAX_KERNELS, SECTIONS, render_html
+from fusion_advisor.report.html.page import MAX_KERNELS, SECTIONS, coded, render_html
 from fusion_advisor.report.redact import redact
 from tests.report.fixtures import ALL, HOSTILE, LONG, applied, empty, failed_numbers, hostile, on_cpu, profiled, real, with_a_copy
 
@@ -143,6 +143,18 @@ def test_hostile_text_stays_text() -> None:
     assert "\\u202egnp.exe\\x1b[31mred" in page.words
     assert LONG not in page.words
     assert len(html) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("gradient of `a.b`, 2 of `c`", "gradient of <code>a.b</code>, 2 of <code>c</code>"),
+        ("`<b>` & <i>", "<code>&lt;b&gt;</code> &amp; &lt;i&gt;"), ("an odd ` <b>", "an odd ` &lt;b&gt;"), ("none", "none"),
+    ],
+    ids=["names", "hostile", "odd", "none"],
+)  # fmt: skip
+def test_names_in_sentences_are_code_and_all_else_stays_text(text: str, shown: str) -> None:
+    assert coded(text) == shown
 
 
 def test_lone_surrogates_do_not_break_writing() -> None:
