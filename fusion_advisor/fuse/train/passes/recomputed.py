@@ -6,6 +6,7 @@ their forward passes, and again in a backward pass that computes it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from fusion_advisor.records import Capture, Recomputed
 
 _Key = tuple[str, str]
 """Op and module, layers folded."""
+_LAST_NUMBER = re.compile(r"\.\d+$")
 
 
 @dataclass(slots=True)
@@ -94,7 +96,8 @@ def _tensors(nodes: Iterable[Node]) -> Iterator[tuple[Node, int, int]]:
 
 
 def _key(op: str, module: str) -> _Key:
-    return op, layers_folded(module)
+    """An op's row; residual additions belong to the layer itself, ``model.layers.3``."""
+    return op, _LAST_NUMBER.sub(".*", layers_folded(module))
 
 
 def _mean_ns(capture: Capture) -> dict[_Key, float]:

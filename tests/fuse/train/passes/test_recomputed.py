@@ -39,6 +39,8 @@ def test_rows_sum_up_to_what_the_forward_pass_keeps_less():
     gates = next(row for row in rows if row.module == "blocks.*.gate")
     assert gates.op == "addmm" and gates.saved_bytes == gates.ops * ROWS * TALL * 2 * WIDTH * 4 and gates.again_ns == 0
     assert list(rows) == sorted(rows, key=lambda row: -row.saved_bytes)
+    modules = {row.module for row in rows}
+    assert "blocks.*" in modules and not any(one.rpartition(".")[2].isdigit() for one in modules), modules
 
 
 def test_a_tensor_and_its_views_are_kept_once_and_inputs_not_at_all():
