@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import ShapeRanges
+from fusion_advisor.records import ShapePoint, ShapeRanges
 from fusion_advisor.report.shapes.rows import PointRow, call_rows, is_served, piece_rows, point_rows, range_words, size_count
 from fusion_advisor.timing.host_timer import CPU_TIME
 from fusion_advisor.timing.paired import compare_rounds
@@ -17,6 +17,7 @@ OUTSIDE = (
     "A call outside these ranges, or one that differs from the example in anything but the named sizes, runs the original ops. "
     "A warning gives the reason, once."
 )
+_EVENTS = "cuda_events"
 NEAREST = (
     "Each exact shape is looked up once. It runs what stays at the nearest point of its piece: by the product of the sizes first."
 )
@@ -45,7 +46,13 @@ def summary(shapes: ShapeRanges) -> str:
     if not ratios:
         return f"serves {where}: checked at {of}, not timed{rest}"
     low, high = (units.speedup(one)[:-1] for one in (min(ratios), max(ratios)))
-    return f"serves {where}: {low if low == high else f'{low} to {high}'} times as fast as eager at {of}{rest}"
+    how = ", launch by launch" if any(map(_is_launched, (point for piece in shapes.pieces for point in piece.points))) else ""
+    return f"serves {where}: {low if low == high else f'{low} to {high}'} times as fast as eager at {of}{how}{rest}"
+
+
+def _is_launched(point: ShapePoint) -> bool:
+    """Whether a point was timed without a CUDA graph on a device that has them."""
+    return point.ours is not None and point.ours.method == _EVENTS and not point.in_segments
 
 
 def left_to_original_ops(shapes: ShapeRanges) -> tuple[str, ...]:
@@ -125,8 +132,11 @@ def clock_line(shapes: ShapeRanges) -> str:
     methods = {point.ours.method for piece in shapes.pieces for point in piece.points if point.ours is not None}
     if not methods:
         return ""
-    if "cuda_events" in methods:
-        return "Medians of interleaved calls (GPU time), launch by launch without a CUDA graph; 95% intervals in brackets."
+    if _EVENTS in methods:
+        return (
+            "Medians of interleaved calls (GPU time); 95% intervals in brackets. "
+            "CUDA graphs of whole calls, which serve sizes that come again, are not in these times."
+        )
     clock = "CPU time" if CPU_TIME in methods else "wall time"
     return f"Medians of interleaved calls ({clock}); 95% intervals in brackets."
 

@@ -46,11 +46,15 @@ def test_points_that_took_over_the_rewrites_of_another_are_named() -> None:
 
 def test_the_summary_counts_what_is_served() -> None:
     assert sentences.summary(shapes()) == (
-        "serves batch 1..16, seq 1..4096: 1.004 to 1.42 times as fast as eager at 4 of 6 points; "
+        "serves batch 1..16, seq 1..4096: 1.004 to 1.42 times as fast as eager at 4 of 6 points, launch by launch; "
         "the original ops run in 1 of 4 pieces"
     )
     one = point(4, 4, 3_000_000, 2_000_000, "gelu_tanh")
-    assert sentences.summary(with_points(one)) == "serves batch 1..16, seq 1..4096: 1.50 times as fast as eager at 1 point"
+    at_one = "serves batch 1..16, seq 1..4096: 1.50 times as fast as eager at 1 point"
+    assert sentences.summary(with_points(one)) == f"{at_one}, launch by launch"
+    assert sentences.summary(with_points(replace(one, in_segments=True))) == at_one
+    assert one.ours is not None
+    assert sentences.summary(with_points(replace(one, ours=replace(one.ours, method="cpu_time")))) == at_one
     untimed = replace(one, eager=None, ours=None)
     assert sentences.summary(with_points(untimed)).endswith("seq 1..4096: checked at 1 point, not timed")
     none = sentences.summary(with_points(replace(one, reason="slower")))
@@ -78,7 +82,7 @@ def test_every_place_of_the_original_ops_has_its_reason() -> None:
 def test_dims_cost_and_clock() -> None:
     assert sentences.dims_line(shapes()).endswith("attention_mask (batch, seq); table (fixed, seq).")
     assert sentences.cost_line(shapes()) == "Tracing, deciding and building took 1 min 37 s."
-    assert "GPU time" in sentences.clock_line(shapes()) and "without a CUDA graph" in sentences.clock_line(shapes())
+    assert "GPU time" in sentences.clock_line(shapes()) and "are not in these times" in sentences.clock_line(shapes())
     empty = replace(shapes(), dims=(), seconds=0.0, pieces=())
     assert sentences.dims_line(empty) == sentences.cost_line(empty) == sentences.clock_line(empty) == ""
     made = point(4, 4, 3, 2)
