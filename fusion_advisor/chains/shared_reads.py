@@ -25,9 +25,10 @@ Part = tuple[Space, Space, tuple[int, ...], int, str]
 MOST_TRIES = 4
 """Groups before a group that it is offered to, nearest first: the time to find chains stays linear in their number."""
 MOST_BETWEEN = 16
-"""Ops that may stand between the last ops of two groups: what the later one makes is held for longer, beside what those make."""
+"""Ops that may stand between the last ops of two groups. One kernel makes the later group's results early, and they take memory
+until they are read."""
 _LEAST_SHARE = 0.1
-"""Of the bytes that both move: what one kernel must save, or it is not worth its registers."""
+"""Of the bytes that both groups move: what one kernel must save. Less is not worth the registers that it takes."""
 
 
 def large_reads(members: Iterable[int], outputs: Sequence[int], ops: Sequence[OpNode]) -> dict[Part, int]:

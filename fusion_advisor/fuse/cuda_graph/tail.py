@@ -156,7 +156,7 @@ def last_product(
         result: that nothing else reads.
         inputs: tensors that are given to the graph and not copied into it.
         numbers: open sizes of the graph, with their values.
-        kinds: of calls that are products too, beside ATen's.
+        kinds: classes of calls that count as products; ATen's products always do.
     """
     views: list[Node] = []
     product = result

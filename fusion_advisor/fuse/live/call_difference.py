@@ -32,7 +32,7 @@ def why_never(key: Any) -> str:
             kind = f"{part.kind.__module__}.{part.kind.__qualname__}".removeprefix("builtins.")
             return f"{name} is a {kind}, and calls are told apart by tensors and plain values alone"
         if _is_tensor(part) and has_no_strides(part):
-            return f"{name} is a nested or a compressed sparse tensor, and calls are told apart by strides too"
+            return f"{name} is a nested or compressed sparse tensor. It has no strides, and two calls are compared by strides"
     return ""
 
 

@@ -348,7 +348,7 @@ def parts_of(key: Any, leaves: list[torch.Tensor], objects: Sequence[Seen]) -> C
             return part.form
         if not isinstance(part, tuple):
             return part
-        if part and isinstance(part[0], torch.Size):  # a layout, with marks behind it or without
+        if part and isinstance(part[0], torch.Size):  # the layout of a tensor
             plain.append(part)
             return torch.Tensor
         return tuple(map(form, part))

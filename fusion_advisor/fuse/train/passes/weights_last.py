@@ -1,8 +1,8 @@
-"""The gradient of a weight waits for that of the layer's input where it reads what the backward pass computes again.
+"""Computes a weight's gradient after the input's where it reads an activation that the backward pass computes again.
 
-Autograd computes the weight's first. Its other factor, an activation or a gate's product that is computed again, would have to be
-there before the gradient that the activation's own backward op reads. So what reads the same large values would be two kernels:
-one for the value, and one behind the next product. Behind that product the weight's gradient lets one kernel make both.
+Autograd computes the weight's gradient first. It reads the activation, or the product of a gate, so that this would be computed
+before the gradient of the layer's input is there. The activation's own backward op waits for that gradient, and reads the same
+large tensors. In autograd's order these are two kernels. With the weight's gradient last, one kernel makes both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusion_advisor.records import OpClass
 
 
 def sink_weight_gradients(graph_module: GraphModule) -> GraphModule:
-    """Move such products behind the next product where that reads the same gradient; returns the graph.
+    """Let each such product change places with the next one, if both read one gradient; returns the graph.
 
     Args:
         graph_module: one of AOTAutograd's passes; it is changed.
