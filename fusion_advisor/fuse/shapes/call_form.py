@@ -16,8 +16,8 @@ from fusion_advisor.capture.sizes.open_capture import Dims, base_of, call_tensor
 from fusion_advisor.runtime.call_tensors import is_object
 
 Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], *tuple[object, ...]]
-"""Sizes, dtype, device and strides of a tensor. Two marks follow where the op that reads it negates or conjugates it first, and one
-where it has no strides."""
+"""Sizes, dtype, device and strides of a tensor. Two marks follow where the op that reads it negates or conjugates it first,
+and one where it has no strides."""
 
 
 @dataclass(frozen=True, slots=True)
