@@ -46,6 +46,7 @@ from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
 from fusion_advisor.records import ShapeRanges
 from fusion_advisor.runtime.call_tensors import objects_in, tensors_in
 from fusion_advisor.runtime.torch_internals import module_call
+from fusion_advisor.timing.alone import alone, timed_alone
 from fusion_advisor.workload.load import LoadedWorkload, load_workload
 
 MOST_TOKENS = 16_384
@@ -120,6 +121,7 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
+@timed_alone
 def timed(run: Callable[[], Any], put_back: Callable[[], None]) -> tuple[float, float, float]:
     """Return the seconds of the first call, of the second, and the median of later ones."""
     taken = []
@@ -328,11 +330,12 @@ def generate(
         for ids in (*prompts[:2], *prompts):
             if len(taken) > _BEFORE and time.perf_counter() - began > seconds / len(ways):
                 break
-            wait()
-            started = time.perf_counter()
-            made = run(ids)
-            wait()
-            taken.append(time.perf_counter() - started)
+            with alone():
+                wait()
+                started = time.perf_counter()
+                made = run(ids)
+                wait()
+                taken.append(time.perf_counter() - started)
             tokens.setdefault(name, []).append(made[0, ids.shape[1] :].tolist())
         tokens[name] = tokens[name][2:]
         yield {

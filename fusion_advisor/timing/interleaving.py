@@ -24,6 +24,7 @@ import torch
 
 from fusion_advisor.records import Timing
 from fusion_advisor.runtime.graph_capture import recording_into
+from fusion_advisor.timing.alone import timed_alone
 from fusion_advisor.timing.host_timer import CPU_TIME, HostTimer, WallTimer, step_timer
 from fusion_advisor.timing.known import as_before, until_known_alone
 from fusion_advisor.timing.paired import compare_rounds
@@ -121,6 +122,7 @@ _UNTIMED = 2
 """For so many runs in a turn one more is made ahead, untimed. A clock that an idle device left high came down within 0.2 s."""
 
 
+@timed_alone
 def interleave(
     candidates: Sequence[Callable[[], Any]], *, rounds: int, budget_s: float, on_cuda: bool,
     turn_s: float = 0.0, rest: float = 0.0, in_a_row: bool = False, least: int = 6, least_s: float = 0.0, most_s: float = 0.0,

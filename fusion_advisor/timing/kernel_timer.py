@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from fusion_advisor.runtime.graph_capture import recording_into
+from fusion_advisor.timing.alone import timed_alone
 from fusion_advisor.timing.interleaving import CannotRecord, recorded
 
 _CACHE_FACTOR = 3
@@ -153,6 +154,7 @@ def make_clock(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else WallClock()
 
 
+@timed_alone
 def interleaved(
     clock: Clock,
     repetitions: Sequence[Callable[[], object]],

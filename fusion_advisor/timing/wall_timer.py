@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fusion_advisor.records import Clocks, Timing
+from fusion_advisor.timing.alone import timed_alone
 from fusion_advisor.timing.host_timer import HostTimer, WallTimer
 
 
@@ -58,6 +59,7 @@ def nothing(*_: object) -> None:
     """Do nothing, where a callable is wanted."""
 
 
+@timed_alone
 def wall_times(
     call: Callable[[], object],
     *,

@@ -8,18 +8,24 @@ and the rest of the time from the start of the process to the end of its first s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from fusion_advisor.timing import alone
+from tools import lanes
 from tools.start_up.table import facts_of, is_failure, markdown
 
 WAYS = ("apply", "package", "plan", "package_graph", "eager", "compile_cold", "compile", "aoti_make", "aoti", "pt2")
+
+
+BY_CLOCK = frozenset({"package", "plan", "package_graph", "eager", "compile", "aoti", "pt2"})
+"""Ways of which a whole start is timed: other runs on the machine stand still until it ends."""
 
 
 def run_way(folder: Path, way: str, limit_s: float) -> None:
@@ -30,17 +36,19 @@ def run_way(folder: Path, way: str, limit_s: float) -> None:
         way: one of :data:`WAYS`.
         limit_s: of wall time.
     """
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
-    with (folder / f"{way}.txt").open("w") as printed:
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    waits = alone.alone() if way in BY_CLOCK else contextlib.nullcontext()
+    with (folder / f"{way}.txt").open("w") as printed, waits:
+        environment = {**os.environ, **own}
         command = [sys.executable, "-m", "tools.start_up.child", way, str(folder), str(time.time())]
-        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        process = lanes.start(command, environment, printed)
         try:
             code = process.wait(limit_s)
             reason = f"its process ended with {code}" if code else ""
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             reason = f"over its limit of {limit_s:.0f} s"
+        finally:
+            lanes.end(process, environment)
     if reason:
         note(folder, way, reason)
 

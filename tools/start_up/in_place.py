@@ -86,9 +86,10 @@ def compare(place: Place, fused: Any, loaded: Any, way: str, install: Callable[.
     other: list[float] = []
     with Noted(place, against=way):
         step, done = install(place, loaded)
-        for _ in range(ROUNDS + 3):
-            own.append(timed(place, lambda: fused(**loaded.kwargs), restore))
-            other.append(timed(place, step, restore))
+        with importlib.import_module("fusion_advisor.timing.alone").alone():
+            for _ in range(ROUNDS + 3):
+                own.append(timed(place, lambda: fused(**loaded.kwargs), restore))
+                other.append(timed(place, step, restore))
         done()
         own_ms, other_ms = statistics.median(own[3:]), statistics.median(other[3:])
         place.note(against=way, in_place_ms=own_ms, other_ms=other_ms, ratio=round(other_ms / own_ms, 4))

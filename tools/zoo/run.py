@@ -23,10 +23,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
+from tools import lanes
 from tools.zoo import table, turn
 from tools.zoo.workloads import NAMES, attribute_of, family_of
 
-_ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 400
 """Characters of what a failed run printed last that its row shows."""
 _LOOK_S = 0.1
@@ -68,8 +68,11 @@ def run_one(
     given = {**environment, **{key: str(path) for key, path in own.items()}, turn.STARTED: str(folder / "turn.txt")}
     with (folder / "printed.txt").open("w", encoding="utf-8") as printed:
         words = command(name, folder, options)
-        process = subprocess.Popen(words, cwd=_ROOT, env=given, stdout=printed, stderr=subprocess.STDOUT)
-        code, seconds = _wait(process, given, limit_s=limit_s, wait_s=wait_s, end=end)
+        process = lanes.start(words, given, printed)
+        try:
+            code, seconds = _wait(process, given, limit_s=limit_s, wait_s=wait_s, end=end)
+        finally:
+            lanes.end(process, given)
     shutil.rmtree(caches, ignore_errors=True)
     said = (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")[-_TAIL:]
     return table.row_of(name, family_of(name), folder, code=code, seconds=seconds, last_words=said)

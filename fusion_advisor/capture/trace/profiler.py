@@ -25,6 +25,7 @@ import torch
 
 from fusion_advisor.capture.trace.chrome_trace import TraceFile
 from fusion_advisor.capture.trace.events import MODULE_RANGE, STEP_RANGE, Trace, read_events
+from fusion_advisor.timing.alone import alone
 
 _LET_GO = "TEARDOWN_CUPTI"
 """What Kineto goes by when a trace is over."""
@@ -51,7 +52,7 @@ def record(
         save_to: keep the raw trace here, gzipped (it opens in Perfetto).
         before: called ahead of each step, outside its range (it puts back what a step moves on).
     """
-    with _profiler(on_cuda=on_cuda) as profiler:
+    with alone(), _profiler(on_cuda=on_cuda) as profiler:
         for number in range(steps):
             before()
             if on_cuda:
