@@ -1,6 +1,6 @@
 """Times alone on a machine that several runs share: the others stand still meanwhile.
 
-Runs that name one folder in ``FUSION_ADVISOR_ALONE`` take turns while they time. The folder has a file ``lock``, and a file for
+Runs that name one folder in ``FA_ALONE`` take turns while they time. The folder has a file ``lock``, and a file for
 each run that is named by its process group. Who times holds the lock and stops the other groups, compilers among them; between
 its measurements all of them work. ``tools/lanes.py`` starts runs so.
 """
@@ -19,14 +19,14 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-FOLDER = "FUSION_ADVISOR_ALONE"
+FOLDER = "FA_ALONE"
 _DRAIN_S = 0.02
 """For kernels that a stopped process had queued: about as many launches as fit into CUDA's queue, of 20 us each."""
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Let no other run of the folder work while the context lasts; nothing to do without ``FUSION_ADVISOR_ALONE``.
+    """Let no other run of the folder work while the context lasts; nothing to do without ``FA_ALONE``.
 
     Inside, the environment names no folder: what is timed there, or by a process that starts there, does not wait for this lock.
     """
