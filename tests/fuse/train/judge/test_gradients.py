@@ -88,19 +88,48 @@ def test_a_gradient_that_is_missing_is_said():
 
 
 def test_without_a_truth_both_sides_are_compared():
-    def none(dtype):
-        raise RuntimeError(f"no kernel for {dtype}")
+    def none(dtype, seed=None):
+        if dtype is not None:
+            raise RuntimeError(f"no kernel for {dtype}")
+        return rows(1e-6, seed)
 
     assert check_gradients(rows(0.0, 1), rows(0.0, 1), none).oracle == "eager"
     assert not check_gradients(rows(1e-3, 1), rows(0.0, 1), none).is_passed
 
 
+@pytest.mark.parametrize(
+    ("scale", "one", "is_passed"),
+    [(1.4e-5, 1.0, True), (1.4e-5, 3.5, True), (1.4e-5, 6.0, False), (2.6e-5, 1.0, False)],
+    ids=["as-rounding", "one-gradient", "one-too-far", "all-too-far"],
+)
+def test_without_a_truth_gradients_may_be_as_far_as_other_rounding_moves_them(scale, one, is_passed):
+    """Eight units of fp32 are 9.5e-7, and eager's ops rounded otherwise move each gradient by 1e-5."""
+
+    def wide(dtype, seed=None):
+        if dtype is not None:
+            raise torch.OutOfMemoryError("of activations")
+        return rows(1e-5, seed + 100)
+
+    ours = rows(scale, 1)
+    ours[7] = rows(one * 1e-5, 1)[7]
+    found = check_gradients(ours, rows(0.0, 2), wide)
+    assert found.is_passed is is_passed and found.oracle == "eager"
+    assert "other ways to round" in found.limit or "all gradients together ≤ 2 × what other rounding changes" in found.limit
+
+
+def test_without_a_truth_and_without_other_rounding_eight_units_are_the_limit():
+    def wide(dtype, seed=None):
+        raise torch.OutOfMemoryError("of activations")
+
+    assert not check_gradients(rows(1e-5, 1), rows(0.0, 2), wide).is_passed
+
+
 @pytest.mark.parametrize(("dtype", "oracle"), [(torch.bfloat16, "float32"), (torch.float32, "eager")])
 def test_where_fp64_does_not_fit_fp32_is_the_truth_of_16_bits(dtype, oracle):
-    def narrower(wide):
+    def narrower(wide, seed=None):
         if wide == torch.float64:
             raise torch.OutOfMemoryError("of activations")
-        return [(name, row.to(wide)) for name, row in TRUTH]
+        return rows(1e-2, seed + 100) if wide is None else [(name, row.to(wide)) for name, row in TRUTH]
 
     ours, theirs = ([(name, row.to(dtype)) for name, row in rows(1e-2, seed)] for seed in (1, 2))
     assert check_gradients(ours, theirs, narrower).oracle == oracle
@@ -214,7 +243,7 @@ def test_without_a_truth_a_loss_may_be_as_far_as_other_rounding_moves_it(error, 
     def wide(dtype, seed=None):
         if dtype is not None:
             raise RuntimeError(f"no kernel for {dtype}")
-        return [("loss", torch.tensor(10.9 * (1 + 4e-6 * (-1) ** seed)))]
+        return [("loss", torch.tensor(10.9 * (1 + 4e-6 * (-1) ** seed))), *rows(0.0, 1)]
 
     ours, theirs = ([("loss", torch.tensor(10.9 * (1 + times))), *rows(0.0, 1)] for times in (error, 0.0))
     found = check_gradients(ours, theirs, wide)
