@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,12 +170,8 @@ def check_gradients(ours: Rows, theirs: Rows, wide: Callable[..., Rows]) -> Mode
         found = check_model(ours, theirs, truth, oracle, least_factor=_SINGLE_FACTOR, drawn=drawn, floors=floors)
     if not found.is_passed or (oracle == "eager" and not drawn):
         return found
-    errors = [
-        (error_of(mine, true).rel_l2, _usual(drawn[name]) if oracle == "eager" else error_of(own, true).rel_l2)
-        for (name, mine), (_, own), (_, true) in zip(ours, theirs, truth, strict=True)
-        if mine.is_floating_point() and (oracle != "eager" or mine.numel() > _FEW)
-    ]
-    pairs = [(mine, own) for mine, own in errors if own < 1]  # else eager has no digit right
+    pairs = _errors_by_rounding(ours, theirs, drawn) if oracle == "eager" else _errors(ours, theirs, truth)
+    pairs = [(mine, own) for mine, own in pairs if own < 1]  # else eager has no digit right
     fused, eager = (math.sqrt(sum(pair[side] ** 2 for pair in pairs) / max(len(pairs), 1)) for side in (0, 1))
     unit = max((unit_of(own.dtype) for _, own in theirs if own.is_floating_point()), default=0.0)
     if fused <= max(_POOLED_FACTOR * eager, unit):
@@ -185,9 +181,22 @@ def check_gradients(ours: Rows, theirs: Rows, wide: Callable[..., Rows]) -> Mode
     return replace(found, fused_rel_l2=fused, eager_rel_l2=eager, limit=limit, is_passed=False)
 
 
-def _usual(errors: Sequence[float]) -> float:
-    """Return the root mean square of errors; 0 of none."""
-    return math.hypot(*errors) / math.sqrt(max(len(errors), 1))
+def _errors(ours: Rows, theirs: Rows, truth: Rows) -> list[tuple[float, float]]:
+    """Return each output's error, and eager's own."""
+    return [
+        (error_of(mine, true).rel_l2, error_of(own, true).rel_l2)
+        for (_, mine), (_, own), (_, true) in zip(ours, theirs, truth, strict=True)
+        if mine.is_floating_point()
+    ]
+
+
+def _errors_by_rounding(ours: Rows, theirs: Rows, drawn: Mapping[str, Sequence[float]]) -> list[tuple[float, float]]:
+    """Return how far each output is from eager's, and how far other rounding moves that; outputs of few numbers are left out."""
+    return [
+        (error_of(mine, own).rel_l2, math.hypot(*drawn[name]) / math.sqrt(max(len(drawn[name]), 1)))
+        for (name, mine), (_, own) in zip(ours, theirs, strict=True)
+        if mine.is_floating_point() and mine.numel() > _FEW
+    ]
 
 
 def _floors(theirs: Rows, truth: Rows) -> dict[str, float]:
