@@ -21,10 +21,10 @@ from fusion_advisor.timing import alone
 from tools import lanes
 from tools.start_up.table import facts_of, is_failure, markdown
 
-WAYS = ("apply", "package", "plan", "package_graph", "eager", "compile_cold", "compile", "aoti_make", "aoti", "pt2")
+WAYS = ("apply", "package", "plan", "package_graph", "eager", "compile_cold", "compile", "aoti_make", "aoti", "pt2", "pt2_graph")
 
 
-BY_CLOCK = frozenset({"package", "plan", "package_graph", "eager", "compile", "aoti", "pt2"})
+BY_CLOCK = frozenset({"package", "plan", "package_graph", "eager", "compile", "aoti", "pt2", "pt2_graph"})
 """Ways of which a whole start is timed: other runs on the machine stand still until it ends."""
 
 

@@ -217,18 +217,23 @@ def plan(place: Place) -> None:
         raise RuntimeError(f"steps ran the original ops: {next(iter(fused.fallbacks))}")
 
 
-def pt2(place: Place) -> None:
+def pt2(place: Place, **options: bool) -> None:
     """The exported AOTInductor package; its weights are inside, so that reading it reads them too."""
     folder = place.folder / "exports" / "pt2_of_run"
     if not folder.is_dir():
         raise RuntimeError("no pt2 was exported")
     sys.path.insert(0, str(folder))
-    call = importlib.import_module("run").load()
+    call = importlib.import_module("run").load(**options)
     inputs = place.torch.load(folder / "example.pt", weights_only=True)
     place.wait()
     place.laps.end("weights")
     place.first_step(lambda: call(**inputs))
     place.steps(lambda: call(**inputs), inputs)
+
+
+def pt2_graph(place: Place) -> None:
+    """The exported AOTInductor package, replayed as a CUDA graph."""
+    pt2(place, cuda_graph=True)
 
 
 def aoti_make(place: Place) -> None:

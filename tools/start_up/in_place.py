@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tools.start_up.child import Place
 
-FORMATS = {"package": ("package", "package_graph", "plan"), "kernels": (), "patch": (), "pt2": ("pt2",)}
+FORMATS = {"package": ("package", "package_graph", "plan"), "kernels": (), "patch": (), "pt2": ("pt2", "pt2_graph")}
 """Formats, and the ways that are timed next to the fused model once each is written: what is asked for most comes first."""
 
 
@@ -133,15 +133,20 @@ def plan(place: Place, loaded: Any) -> Any:
     return (lambda: fused(**loaded.kwargs)), done
 
 
-def pt2(place: Place, loaded: Any) -> Any:
+def pt2(place: Place, loaded: Any, **options: bool) -> Any:
     """Load the exported AOTInductor package."""
     folder = place.folder / "exports" / "pt2_of_run"
     if not folder.is_dir():
         raise RuntimeError("no pt2 was exported")
     sys.path.insert(0, str(folder))
-    call = importlib.import_module("run").load()
+    call = importlib.import_module("run").load(**options)
     inputs = {name: value for name, value in loaded.kwargs.items() if isinstance(value, place.torch.Tensor)}
     return (lambda: call(**inputs)), lambda: None
 
 
-_INSTALL = {"package": package, "package_graph": package_graph, "plan": plan, "pt2": pt2}
+def pt2_graph(place: Place, loaded: Any) -> Any:
+    """Load the exported AOTInductor package and record its call as a CUDA graph."""
+    return pt2(place, loaded, cuda_graph=True)
+
+
+_INSTALL = {"package": package, "package_graph": package_graph, "plan": plan, "pt2": pt2, "pt2_graph": pt2_graph}

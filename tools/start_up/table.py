@@ -10,7 +10,7 @@ from typing import Any
 _NAMES = {
     "package": "package", "package_graph": "package, CUDA graph", "plan": "saved plan", "eager": "eager",
     "compile_cold": "torch.compile, cold caches", "compile": "torch.compile, warm caches", "aoti": "AOTInductor, plain model",
-    "pt2": "pt2 (weights inside)",
+    "pt2": "pt2 (weights inside)", "pt2_graph": "pt2, CUDA graph",
 }  # fmt: skip
 _IMPORTS = ("torch", "transformers")
 

@@ -1,6 +1,6 @@
 """Runs an exported AOTInductor package where ``fusion_advisor`` cannot be imported and where nothing may be traced.
 
-Called as ``python -I compiled_here.py FOLDER RESULTS.pt``.
+Called as ``python -I compiled_here.py FOLDER RESULTS.pt [graph]``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 
-def main(folder, results):
+def main(folder, results, *graph):
     sys.meta_path.insert(0, Blocked())
     spec = importlib.util.spec_from_file_location("run", f"{folder}/run.py")
     run = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(run)
-    call, inputs = run.load(), torch.load(f"{folder}/example.pt", weights_only=True)
+    call, inputs = run.load(**({"cuda_graph": True} if graph else {})), torch.load(f"{folder}/example.pt", weights_only=True)
     found = call(**inputs)
+    if graph:  # what is recorded follows what it is given, and gives the same for the same
+        kept = {name: value.clone() for name, value in found.items()}
+        others = {name: value.flip(-1) for name, value in inputs.items()}
+        assert any(not torch.equal(value, kept[name]) for name, value in call(**others).items())
+        found = {name: value.clone() for name, value in call(**inputs).items()}
+        assert all(torch.equal(value, kept[name]) for name, value in found.items())
     first = next(iter(inputs))
     try:
         call(**{**inputs, first: inputs[first][:1]})

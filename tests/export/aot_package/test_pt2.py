@@ -28,10 +28,10 @@ from tests.export.extension.test_extension import COMPILERS, environment
 SCRIPT = Path(__file__).with_name("compiled_here.py")
 
 
-def run_alone(folder, results):
+def run_alone(folder, results, *how):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-I", str(SCRIPT), str(folder), str(results)], capture_output=True, text=True, check=False,
+        [sys.executable, "-I", str(SCRIPT), str(folder), str(results), *how], capture_output=True, text=True, check=False,
         env=environment, cwd=folder.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -78,6 +78,8 @@ def test_a_compiled_package_on_a_gpu(backend, tmp_path):
     fused.revert()
     assert (tmp_path / "compiled" / "libcompiled_ops.so").is_file() == (backend == "cuda")
     found = run_alone(tmp_path / "compiled", tmp_path / "results.pt")
+    replayed = run_alone(tmp_path / "compiled", tmp_path / "replayed.pt", "graph")
+    assert all(torch.equal(replayed[name], value) for name, value in found.items())
     with torch.no_grad():
         eager, truth = named_tensors(model(**inputs)), named_tensors(model.double()(**inputs))
     assert list(found) == list(outputs)
