@@ -15,6 +15,7 @@ from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.model_check import check_region
@@ -351,7 +352,9 @@ def _times(work: RangeWork, opened: OpenCapture, module: torch.fx.GraphModule, s
     args, kwargs = work.ranged.at(sizes)
     written = opened.written_in(args, kwargs)
     before = route.forward
-    with in_graphs(opened, module, work.ranged, (args, kwargs), work.recorder) as graphed:
+    recorder = work.recorder
+    graphs = None if recorder is None else Graphs(recorder, most_bytes=work.options.graph_bytes)
+    with in_graphs(opened, module, work.ranged, (args, kwargs), graphs) as graphed:
 
         def ours(*args: Any, **kwargs: Any) -> Any:
             route.forward = module.forward

@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.tracer import DynamoCall, Route
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
-from fusion_advisor.fuse.cuda_graph.recording import Recorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.cuda_graph.segmented_region import Cutter
 from fusion_advisor.fuse.live.call_signature import signature
@@ -53,7 +52,7 @@ class GraphTrial:
 @contextlib.contextmanager
 def in_graphs(
     opened: OpenCapture, module: GraphModule, ranged: RangedCall, call: tuple[tuple[Any, ...], Mapping[str, Any]],
-    recorder: Recorder | None,
+    graphs: Graphs | None,
 ) -> Iterator[GraphTrial | None]:  # fmt: skip
     """Give what makes a call in CUDA graphs; None where there are none, or a call on a growing cache is not split.
 
@@ -62,9 +61,8 @@ def in_graphs(
         module: the rewritten graph.
         ranged: the way in which the model is called.
         call: (args, kwargs) that will be timed, each time with these very tensors.
-        recorder: of CUDA graphs; None: none are to be tried.
+        graphs: take the recordings, and drop them in the end; None: none are to be tried.
     """
-    graphs = None if recorder is None else Graphs(recorder)
     region = None if graphs is None else _region(opened, module, ranged, graphs)
     if graphs is None or region is None:
         yield None
@@ -85,5 +83,5 @@ def in_graphs(
 def _region(opened: OpenCapture, module: GraphModule, ranged: RangedCall, graphs: Graphs) -> GraphedRegion | None:
     names = opened.region.names
     if ranged.may_record:
-        return GraphedRegion(module, names, graphs, most_result_bytes=ranged.most_result_bytes)
+        return GraphedRegion(module, names, graphs, most_result_bytes=ranged.most_result_bytes, is_bounded=True)
     return Cutter(graphs, opened.symbols_of(CACHED)).region(module, names)

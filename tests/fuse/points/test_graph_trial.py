@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
@@ -178,7 +179,7 @@ def test_what_is_timed_gives_the_same_bits_and_leaves_no_recording(work):
         return call(*args, **kwargs).logits
 
     expected = run(opened.live.compiled.call)
-    with in_graphs(opened, point.served.module, work.ranged, (args, kwargs), recorder) as way:
+    with in_graphs(opened, point.served.module, work.ranged, (args, kwargs), Graphs(recorder)) as way:
         assert all(torch.equal(run(way), expected) for _ in range(4))
         assert recorder.recorded == 3 and recorder.replayed == 3 * 4
     with in_graphs(opened, point.served.module, work.ranged, (args, kwargs), None) as way:
@@ -190,7 +191,7 @@ def test_a_whole_call_that_is_timed_copies_its_inputs_in_and_its_results_out(enc
     recorder = FakeRecorder()
     args, kwargs = encoding.ranged.at({"batch": 4})
     expected = workpiece.opened.live.compiled.call(*args, **kwargs)
-    with in_graphs(workpiece.opened, point.served.module, encoding.ranged, (args, kwargs), recorder) as way:
+    with in_graphs(workpiece.opened, point.served.module, encoding.ranged, (args, kwargs), Graphs(recorder)) as way:
         results = [way(*args, **kwargs) for _ in range(4)]
         assert way.is_recorded and recorder.recorded == 1 and recorder.replayed == 3
         (recording,) = way.region.graphs.recordings
