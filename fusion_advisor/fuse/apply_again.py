@@ -147,11 +147,14 @@ def _installed(
         baseline=options.baseline, remembered_from=old.remembered_from or old.run_id or "an earlier run",
     )  # fmt: skip
     recorder = last.graph_recorder(bench) if CUDA_GRAPH.id in saved.rewrites else None
+    graphs = None
+    if recorder is not None:
+        graphs = Graphs(recorder, limit=options.graphs, most_bytes=options.graph_bytes, outputs=options.graph_outputs)
     with clock.phase("install"):
         variant = restored.variant(saved)
         fused = FusedModel(
             loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, plan=restored.plan,
-            graphs=None if recorder is None else Graphs(recorder, limit=options.graphs, outputs=options.graph_outputs),
+            graphs=graphs,
             on_first_use=MOST_SHAPES if options.dynamic == "on_first_use" else 0, live=restored.live,
         )  # fmt: skip
     if old.warm_up is not None:

@@ -158,7 +158,9 @@ def _installed(job: Job, kept: KeptStep) -> Installed:
     no_graph = why_no_graph(bench.live.breaks, bench.live.runs_of_regions())
     graphs = None
     if recorder is not None and no_graph is None:
-        graphs = Graphs(recorder, limit=options.graphs, outputs=options.graph_outputs, meet=job.last.meet)
+        graphs = Graphs(
+            recorder, limit=options.graphs, most_bytes=options.graph_bytes, outputs=options.graph_outputs, meet=job.last.meet
+        )
     fused = FusedModel(
         job.loaded.model, bench.live.regions, variant.modules, job.loaded.args, job.loaded.kwargs, plan=plan, graphs=graphs,
         on_first_use=MOST_SHAPES if options.dynamic == "on_first_use" else 0, live=bench.live,

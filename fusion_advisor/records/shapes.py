@@ -52,10 +52,12 @@ class ShapePoint:
     passes: tuple[str, ...] = ()
     """The graph passes among them."""
     dropped: tuple[tuple[str, str], ...] = ()
-    """What paid here and cannot serve a range, with the reason."""
+    """What paid here and cannot serve a range, with the reason; a CUDA graph that could not be recorded among it."""
     eager: Timing | None = None
     """The original step; None where nothing was timed."""
     ours: Timing | None = None
+    in_graph: bool = False
+    """Whether ``ours`` is of replays of one CUDA graph of the whole call. A size's first call is launched."""
     rel_l2: float | None = None
     """Relative L2 error of the outputs against the oracle."""
     eager_rel_l2: float | None = None

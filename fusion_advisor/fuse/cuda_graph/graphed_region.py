@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.fuse.cuda_graph.capturable import UNDO_BYTES, has_collectives, host_work, saved_inputs, writes_of
+from fusion_advisor.fuse.cuda_graph.graph_bytes import GraphBytes, graph_bytes, symbols_given
 from fusion_advisor.fuse.cuda_graph.recording import Outputs, Recorder, Recording, backend_flags, layout_of, results_of
 from fusion_advisor.fuse.cuda_graph.region_inputs import Undo, sort_inputs
 from fusion_advisor.fuse.cuda_graph.tail import LeftOut, left_out
@@ -39,7 +40,12 @@ class GraphedRegion:
     refusal: str | None = None
     most_result_bytes: int | None = None
     """Of results that a graph may hold: whose are larger stays as it is, launch by launch. None: any."""
+    is_bounded: bool = False
+    """Its graph is one of many, of sizes in a range: all of them together may hold so many bytes."""
     is_too_large: bool = field(default=False, init=False)
+    """It runs launch by launch for what its results or its graph would hold."""
+    held: GraphBytes | None = field(default=None, init=False)
+    """By its graph, where that is one of many."""
     waits: int = 1
     """Calls that still run launch by launch before one is recorded."""
     moves: int = 0
@@ -104,12 +110,18 @@ class GraphedRegion:
 
         Raises:
             CannotRecord: naming the op and the line at which recording stopped.
+            TooLarge: it would hold more than all graphs of a range may.
         """
         inputs = sort_inputs(args, leaves, self._written, self.moving)
         self._require_one_device(inputs.values)
         slots_of_copies = [copy.slot for copy in inputs.copies]
         after_graph = left_out(self.module, slots_of_copies, inputs.values) if outputs == "clone" else {}
-        runner = Watched(self.module, _stand_ins(after_graph))
+        stand_ins = _stand_ins(after_graph)
+        if self.is_bounded:
+            symbols = symbols_given([node for node in self.module.graph.nodes if node.op == "placeholder"], args)
+            needed = graph_bytes(self.module, symbols, stand_ins)
+            self.graphs.admit(self, needed.and_inputs(sum(copy.static.nbytes for copy in inputs.copies)))
+        runner = Watched(self.module, stand_ins)
         before = total(self.tallies)
         undo = self._undo(inputs.values)
 

@@ -27,12 +27,10 @@ import torch
 
 from fusion_advisor import units
 from fusion_advisor.errors import HalfWritten
+from fusion_advisor.fuse.cuda_graph.bound import Bound
+from fusion_advisor.fuse.cuda_graph.graph_bytes import GraphBytes, TooLarge
 from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
-from fusion_advisor.fuse.cuda_graph.recording import (
-    Outputs,
-    Recorder,
-    Recording,
-)
+from fusion_advisor.fuse.cuda_graph.recording import Outputs, Recorder, Recording
 from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
 from fusion_advisor.fuse.rewrite.launch_count import total
 from fusion_advisor.runtime.fallback_warning import warn_caller
@@ -40,6 +38,9 @@ from fusion_advisor.timing.interleaving import CannotRecord
 
 MOST_RECORDINGS = 32
 """Recordings kept per model; the one that was replayed longest ago goes first. They share the memory of what lies in between."""
+MOST_BYTES = 1_000_000_000
+"""Of device memory that the recordings of ranges of sizes hold. The graph of a large call holds its activations, and saves
+nothing where the device is the limit."""
 _MOST_MOVES = 3
 """A step whose inputs' addresses changed this often in a row is not recorded again: recording costs more than it saves."""
 
@@ -74,7 +75,7 @@ class _Call:
 
 
 class Graphs:
-    """All recordings of one fused model: one pool, a bounded number, one replay at a time.
+    """All recordings of one fused model: one pool, bounded in number and bytes, one replay at a time.
 
     Attributes:
         is_on: calls are replayed; off, every call runs launch by launch.
@@ -88,7 +89,7 @@ class Graphs:
     """
 
     def __init__(
-        self, recorder: Recorder, *, limit: int = MOST_RECORDINGS, outputs: Outputs = "clone",
+        self, recorder: Recorder, *, limit: int = MOST_RECORDINGS, most_bytes: int = MOST_BYTES, outputs: Outputs = "clone",
         meet: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         self.is_on = True
@@ -100,6 +101,7 @@ class Graphs:
         self.refusals: dict[str, int] = {}
         self._recorder = recorder
         self._limit = limit
+        self._bound = Bound(recorder, most_bytes)
         self._recordings: OrderedDict[GraphedRegion, Recording | SegmentedRecording] = OrderedDict()
         self._latest: dict[Any, GraphedRegion] = {}
         self._lock = threading.Lock()
@@ -123,11 +125,17 @@ class Graphs:
         return tuple(self._recordings.values())
 
     @property
+    def has_news(self) -> bool:
+        """Whether there is anything to say of them."""
+        return bool(self._recordings or self._bound.sentence)
+
+    @property
     def summary(self) -> str:
         """How many are recorded, how many may be, and what memory they hold."""
         held = units.size(self.pool_bytes())
         padded = f" {self.padded} calls ran in a graph of larger sizes." if self.padded else ""
-        return f"{len(self._recordings)} of at most {self._limit} CUDA graphs are recorded and hold {held}.{padded}"
+        refused = self._bound.sentence
+        return f"{len(self._recordings)} of at most {self._limit} CUDA graphs are recorded and hold {held}.{padded}{refused}"
 
     def pool_bytes(self) -> int:
         """Device memory that the graphs hold, static inputs included."""
@@ -137,6 +145,7 @@ class Graphs:
         """Drop every recording; the next call of each signature records anew."""
         self._recordings.clear()
         self._latest.clear()
+        self._bound.restart()
 
     def run(self, key: Any, leaves: Sequence[torch.Tensor], call: Callable[[], Any], objects: Sequence[Any] = ()) -> Any:
         """Run one call of the model.
@@ -208,7 +217,7 @@ class Graphs:
         if call is None or call.thread != threading.get_ident():
             return region.plain(*args)
         leaves = call.leaves if padded is None else padded
-        recording = self._recordings.get(region)
+        recording, is_new = self._recordings.get(region), False
         if call.launched is not recording:
             call.undo()
         if region.refusal is not None or region.is_too_large:
@@ -230,15 +239,8 @@ class Graphs:
             if region.waits:
                 region.waits -= 1
                 return region.awaited(*args)
-            before = total(region.tallies)
-            try:
-                recording = region.record(self._recorder, args, leaves, call.objects, outputs=self.outputs)
-            except CannotRecord as error:
-                if not self._make_room(error):
-                    region.refusal = str(error)
-                    self._say(region.refusal)
-            finally:
-                self.launches -= total(region.tallies) - before
+            is_new = True
+            recording = self._record(region, args, leaves, call.objects)
             if recording is None:
                 return region.plain(*args)
             self._recordings[region] = recording
@@ -256,7 +258,54 @@ class Graphs:
             self.launches += recording.launches
             call.fresh = recording.run(args, leaves, self.outputs)
         call.launched = None
-        return recording.give(args, call.fresh)
+        result = recording.give(args, call.fresh)
+        if is_new:
+            self._keep_to_bound(region)
+        return result
+
+    def _record(
+        self, region: GraphedRegion, args: Sequence[Any], leaves: Sequence[torch.Tensor], objects: Sequence[Any]
+    ) -> Recording | SegmentedRecording | None:  # fmt: skip
+        """Record a region; None where that is not possible, or its graph would be too large."""
+        if not self._recordings:
+            self._bound.restart()
+        before = total(region.tallies)
+        try:
+            return region.record(self._recorder, args, leaves, objects, outputs=self.outputs)
+        except TooLarge as error:
+            self._bound.refuse(region, error.nbytes)
+        except CannotRecord as error:
+            if not self._make_room(error):
+                region.refusal = str(error)
+                self._say(region.refusal)
+        finally:
+            self.launches -= total(region.tallies) - before
+        return None
+
+    def admit(self, region: GraphedRegion, needed: GraphBytes) -> None:
+        """Drop recordings of ranges, the one replayed longest ago first, until another one fits among them.
+
+        Args:
+            region: that is to be recorded.
+            needed: what its graph will hold.
+
+        Raises:
+            TooLarge: it does not fit by itself.
+        """
+        self._bound.require_room(needed)
+        region.held = needed
+        while not self._bound.has_room(self._recordings, needed):
+            oldest = next(one for one in self._recordings if one.held is not None)
+            del self._recordings[oldest]
+            oldest.wait_longer()
+
+    def _keep_to_bound(self, latest: GraphedRegion) -> None:
+        """Drop all recordings where they hold more than was counted: a pool gives memory back when its last graph is gone."""
+        held = self._bound.overflow(latest, self._recordings)
+        if held and all(one is latest or one.held is None for one in self._recordings):
+            self._bound.refuse(latest, held)
+        if held:
+            self.forget()
 
     def _make_room(self, error: CannotRecord) -> bool:
         """Drop half of the recordings for good where memory ran out; False where it did not, or where there is none to drop."""

@@ -7,13 +7,14 @@ weights are compared once for a call. A segment is never launched ahead of the g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor.fuse.cuda_graph.graph_bytes import GraphBytes, bytes_of_values, graph_bytes, symbols_given
 from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion, folded_from
 from fusion_advisor.fuse.cuda_graph.input_copies import InputCopy, copy_in, inputs_are, static_copy
 from fusion_advisor.fuse.cuda_graph.recording import (
@@ -64,6 +65,7 @@ class SegmentedRegion(GraphedRegion):
 
         Raises:
             CannotRecord: naming the op and the line at which recording stopped.
+            TooLarge: all segments together would hold more than all graphs may.
         """
         del objects, outputs  # nothing is undone, and results are always copied out
         segments = self.segments
@@ -74,6 +76,8 @@ class SegmentedRegion(GraphedRegion):
         making = _Making(
             recorder, self.tallies, {segments.placeholders[slot]: value for slot, value in zip(slots, inputs.values, strict=True)}
         )
+        if self.is_bounded:
+            self.graphs.admit(self, _bytes_of(segments, symbols_given(segments.placeholders, args)))
         players = [_BeingRecorded(making, part) for part in segments.parts]
         segments.whole.forward(*players, *args)
         used = tuple(slots[place] for place in inputs.slots)
@@ -111,8 +115,15 @@ class Cutter:
             self._split[module] = split(module, self._growing)
         segments = self._split[module]
         if segments is not None and (module, sizes) not in self._regions:
-            self._regions[module, sizes] = SegmentedRegion(module, names, self._graphs, segments=segments)
+            self._regions[module, sizes] = SegmentedRegion(module, names, self._graphs, is_bounded=True, segments=segments)
         return self._regions.get((module, sizes))
+
+
+def _bytes_of(segments: Segments, symbols: Mapping[Any, int]) -> GraphBytes:
+    """Return what the graphs of all segments hold: each keeps its outputs, and copies of what is passed to it."""
+    parts = [graph_bytes(part.module, symbols) for part in segments.parts]
+    passed = bytes_of_values([node for part in segments.parts for node in part.passed], symbols)
+    return GraphBytes(sum(part.kept for part in parts) + passed, max(part.passing for part in parts))
 
 
 @dataclass(slots=True, kw_only=True)

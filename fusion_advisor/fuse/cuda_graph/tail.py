@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import is_in_autocast, module_path, storages, written_storages
 from fusion_advisor.capture.sizes.size_nodes import mapped
+from fusion_advisor.fuse.cuda_graph.graph_bytes import symbols_given
 from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy
 from fusion_advisor.fuse.rewrite.odd_width_gemm import OddRows
 from fusion_advisor.records.op_facts import PRODUCTS
@@ -111,14 +112,7 @@ def _last_copy(module: GraphModule, result: Node, theirs: set[int]) -> LeftOut |
 
 def _numbers(module: GraphModule, given: Mapping[Node, Any]) -> dict[Node, int]:
     """Return what a region's open sizes are in the call that is recorded: a recording is of one exact shape."""
-    symbols: dict[Any, int] = {}
-    for node, value in given.items():
-        known = node.meta.get("val")
-        pairs = zip(known.shape, value.shape, strict=True) if isinstance(known, torch.Tensor) else [(known, value)]
-        for size, number in pairs:
-            symbol = symbolic_sizes.symbol_of(size)
-            if symbol is not None:
-                symbols[symbol] = int(number)
+    symbols = symbols_given([*given], [*given.values()])
     sizes = {node: symbolic_sizes.expression_of(node.meta.get("val")) for node in module.graph.nodes}
     open_sizes = {node: size for node, size in sizes.items() if symbolic_sizes.is_size(node.meta.get("val"))}
     return {

@@ -21,7 +21,6 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError, HalfWritten
-from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.live.call_difference import CONTINUOUS_BATCHING, describe_difference, is_continuous_batching, why_never
@@ -296,8 +295,7 @@ class FusedModel(InPlace):
                 signature(args, kwargs, leaves)
                 table.sharing = sharing(leaves)
             self._launches.include(table.modules)
-            graphs, most_bytes = self.graphs if table.may_record else None, table.most_result_bytes
-            wrap = None if graphs is None else functools.partial(GraphedRegion, graphs=graphs, most_result_bytes=most_bytes)
+            wrap = table.regions_in(self.graphs)
             for piece in table.pieces:
                 piece.start(self.model, wrap, self._rewritten.other, on_trace, self.graphs)
                 self._guard.watch(piece.code)

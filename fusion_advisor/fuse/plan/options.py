@@ -170,6 +170,8 @@ class ApplyOptions(ProfileOptions):
             hands out that memory, which the next call overwrites.
         graphs: The most CUDA graphs that are kept at once, one for each exact shape that comes again; the one that was replayed
             longest ago goes first. Where memory runs out there are fewer.
+        graph_bytes: Of device memory that those of ``shapes`` may hold together. To fit, the one that was replayed longest ago
+            goes first. A size whose graph alone would hold more has none. The graph of the example call is not counted.
         keep: ``paying``: a rewrite stays if it measurably pays. ``verified``: it stays if its numbers pass, whatever its time; no
             timing decides anything, and a step that is slower than eager is not reverted. For tests of numbers, not for speed.
         dynamic: ``off``: a call of an unseen shape runs the original ops. ``on_first_use``: it does once, and the kept kernels
@@ -202,6 +204,7 @@ class ApplyOptions(ProfileOptions):
     graph: bool = True
     graph_outputs: Literal["clone", "static"] = "clone"
     graphs: int = 32
+    graph_bytes: int = 1_000_000_000
     dynamic: Literal["off", "on_first_use"] = "off"
     shapes: ShapeRequest | None = None
     shape_points: tuple[tuple[int, ...], ...] = ()
@@ -220,6 +223,8 @@ class ApplyOptions(ProfileOptions):
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
         if self.graphs < 1:
             raise UsageError(detail=f"graphs={self.graphs} keeps no CUDA graph", help="graph=False tries none")
+        if self.graph_bytes < 1:
+            raise UsageError(detail=f"graph_bytes={self.graph_bytes} keeps no CUDA graph", help="graph=False tries none")
         if not self.min_gain < 1:  # below 0: what is slower by less stays too
             raise UsageError(detail=f"min_gain {self.min_gain:g} is no share", help="0.01 is 1 % of the step")
         if not 0 <= self.memory_budget <= 1:

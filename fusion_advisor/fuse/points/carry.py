@@ -48,7 +48,7 @@ def carried(work: RangeWork, workpiece: Workpiece, from_: Decided, sizes: Sizes,
     work.progress.note(f"at {text_of(sizes)}, with what stays at {text_of(from_.served.sizes)}")
     row = replace(
         from_.row, sizes=tuple(sizes.items()), carried_from=from_.row.sizes, dropped=(), eager=None, ours=None, rel_l2=None,
-        eager_rel_l2=None,
+        eager_rel_l2=None, in_graph=False,
     )  # fmt: skip
     one = replace(from_, served=replace(from_.served, sizes=sizes), row=row)
     given, written = work.graph_call(workpiece.opened, sizes)

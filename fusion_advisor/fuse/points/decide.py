@@ -15,15 +15,17 @@ from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
+from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import CACHED
-from fusion_advisor.fuse.points.segments_trial import in_segments
+from fusion_advisor.fuse.points.graph_trial import in_graphs
 from fusion_advisor.fuse.points.time_limit import TimeLimit, WatchedProgress
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
 from fusion_advisor.fuse.shapes.pieces import Box, Served
@@ -40,6 +42,8 @@ MOST_ELEMENTS = {"cpu": 2048, "cuda": 16384}
 _BUDGET_S = {"quick": 0.7}
 _USUAL_BUDGET_S = 2.0
 """For timing the step at a point, and again for timing the call; at least six rounds are made in any case."""
+MOST_FIRST_USE_NS = 50_000_000
+"""By so much at most may the launches of a call, which its first use runs, be slower than the original ops."""
 
 
 @dataclass(slots=True)
@@ -90,8 +94,8 @@ class RangeWork:
 
     @property
     def recorder(self) -> Recorder | None:
-        """What records segments of a call to time them; None where CUDA graphs are off, or serve the whole call."""
-        return CudaRecorder() if self.pads and self.on_cuda and not self.ranged.may_record else None
+        """What records a call to time it; None where there are no CUDA graphs."""
+        return CudaRecorder() if self.pads and self.on_cuda else None
 
     @property
     def on_cuda(self) -> bool:
@@ -262,8 +266,9 @@ def wrong_elsewhere(work: RangeWork, workpiece: Workpiece, served: Served) -> st
 def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:
     """Time the original call at a point against the same call through dynamo's guards and the rewritten graph.
 
-    On a growing cache the rewritten graph is timed launch by launch and, on a GPU, in segments: the faster way is ours. Without
-    timing it runs in segments wherever there are CUDA graphs.
+    The rewritten graph is timed launch by launch and, on a GPU, in CUDA graphs, as calls run from their second use on: in one
+    graph of the whole call, or in segments on a growing cache. The faster way's time is ours. Without timing a call on a growing
+    cache runs in segments wherever there are CUDA graphs.
 
     Args:
         work: on the piece's call.
@@ -274,13 +279,52 @@ def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:
         return one
     if not work.options.is_timed:
         return one.in_segments(is_on=bool(workpiece.opened.symbols_of(CACHED)))
-    eager, ours, *segmented = _times(work, workpiece.opened, module_at(workpiece, one.served), one.served.sizes)
-    is_cut = bool(segmented) and segmented[0].ci_high_ns < ours.ci_low_ns
-    ours = segmented[0] if is_cut else ours
-    one = replace(one, row=replace(one.row, eager=eager, ours=ours)).in_segments(is_on=is_cut)
-    if ours.ci_low_ns <= eager.ci_high_ns:
-        return one
-    return one.refused(f"the original ops take {units.duration(eager.median_ns)}, ours {units.duration(ours.median_ns)}")
+    times = _times(work, workpiece.opened, module_at(workpiece, one.served), one.served.sizes)
+    is_whole = work.ranged.may_record
+    one = replace(one, row=replace(one.row, eager=times.eager, ours=times.ours, in_graph=times.is_replayed and is_whole))
+    one = one.in_segments(is_on=times.is_replayed and not is_whole)
+    if times.refusal:
+        work.progress.note(f"without its CUDA graph: {times.refusal}")
+        one = replace(one, row=replace(one.row, dropped=(*one.row.dropped, (CUDA_GRAPH.id, times.refusal))))
+    reason = times.why_slower
+    return one.refused(reason) if reason else one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Times:
+    """Times of a call at a point.
+
+    Attributes:
+        eager: the original ops.
+        launched: the rewritten graph, launch by launch.
+        recorded: the same in CUDA graphs; None where it was not recorded.
+        refusal: why it was not, where it should have been.
+    """
+
+    eager: Timing
+    launched: Timing
+    recorded: Timing | None = None
+    refusal: str = ""
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether CUDA graphs are faster than launches."""
+        return self.recorded is not None and self.recorded.ci_high_ns < self.launched.ci_low_ns
+
+    @property
+    def ours(self) -> Timing:
+        """The faster way's time."""
+        return self.recorded if self.recorded is not None and self.is_replayed else self.launched
+
+    @property
+    def why_slower(self) -> str:
+        """Why the original ops run; empty where ours does."""
+        if self.ours.ci_low_ns > self.eager.ci_high_ns:
+            return f"the original ops take {units.duration(self.eager.median_ns)}, ours {units.duration(self.ours.median_ns)}"
+        if self.launched.ci_low_ns - self.eager.ci_high_ns > MOST_FIRST_USE_NS:
+            first, eager = units.duration(self.launched.median_ns), units.duration(self.eager.median_ns)
+            return f"a first use is launched: {first}; the original ops take {eager}"
+        return ""
 
 
 def module_at(workpiece: Workpiece, served: Served) -> torch.fx.GraphModule:
@@ -300,7 +344,7 @@ def _row_of(fusion: BuiltFusion) -> ShapeFusion:
     )
 
 
-def _times(work: RangeWork, opened: OpenCapture, module: torch.fx.GraphModule, sizes: Sizes) -> list[Timing]:
+def _times(work: RangeWork, opened: OpenCapture, module: torch.fx.GraphModule, sizes: Sizes) -> _Times:
     route, compiled = opened.region.route, opened.live.compiled
     assert route is not None
     assert compiled is not None
@@ -308,17 +352,26 @@ def _times(work: RangeWork, opened: OpenCapture, module: torch.fx.GraphModule, s
     args, kwargs = work.ranged.at(sizes)
     written = opened.written_in(args, kwargs)
     before = route.forward
-    with in_segments(route, compiled.call, module, opened, (args, kwargs), work.recorder) as segmented:
+    recorder = work.recorder
+    graphs = None if recorder is None else Graphs(recorder, most_bytes=work.options.graph_bytes)
+    with in_graphs(opened, module, work.ranged, (args, kwargs), graphs) as graphed:
 
         def ours(*args: Any, **kwargs: Any) -> Any:
             route.forward = module.forward
             return compiled.call(*args, **kwargs)
 
-        ways = [work.original, ours, *([] if segmented is None else [segmented])]
+        ways: list[Callable[..., Any]] = [work.original, ours]
+        if graphed is not None and not graphed.refusal:
+            ways.append(graphed)
         try:
-            return time_calls(ways, args, kwargs, work.instruments, on_cuda=work.on_cuda, written=written, budget_s=work.budget_s)
+            eager, launched, *others = time_calls(
+                ways, args, kwargs, work.instruments, on_cuda=work.on_cuda, written=written, budget_s=work.budget_s
+            )
         finally:
             route.forward = before
+        is_recorded = graphed is not None and graphed.is_recorded
+        refusal = "" if graphed is None else graphed.refusal
+    return _Times(eager=eager, launched=launched, recorded=others[0] if is_recorded else None, refusal=refusal)
 
 
 def text_of(sizes: Mapping[str, int]) -> str:

@@ -203,7 +203,8 @@ class PaddedCall:
         graphs, larger = self.exact.graphs, self.larger
         leaves = graphs.leaves_now()
         # The second call of a shape records its own graph, which has no padding to compute.
-        if leaves is None or graphs.is_recorded(self.exact) or not self.exact.waits or larger.refusal is not None:
+        is_launched = larger.refusal is not None or larger.is_too_large
+        if leaves is None or graphs.is_recorded(self.exact) or not self.exact.waits or is_launched:
             return self.exact(*args)
         if not graphs.is_recorded(larger) and larger.waits:
             larger.waits -= 1

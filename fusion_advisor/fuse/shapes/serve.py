@@ -6,6 +6,7 @@ Open tensors must be contiguous. A call is looked at once for each exact shape; 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -268,6 +269,12 @@ class ShapeTable:
         """All rewritten graphs, each once."""
         found = [module for piece in self.pieces for point in piece.points for module in point.modules]
         return list({id(module): module for module in found}.values())
+
+    def regions_in(self, graphs: Graphs | None) -> Wrap | None:
+        """Return what makes of a graph what may be recorded for one exact shape; None where calls are not recorded as a whole."""
+        if graphs is None or not self.may_record:
+            return None
+        return functools.partial(GraphedRegion, graphs=graphs, most_result_bytes=self.most_result_bytes, is_bounded=True)
 
     def look_up(
         self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: Callable[[], CallParts] | None = None

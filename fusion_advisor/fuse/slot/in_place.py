@@ -102,7 +102,7 @@ class InPlace:
         if show is None:
             return None
         lines = ["What was kept is in place." if self.is_applied else "Nothing is in place: the model runs its own ops."]
-        lines += [] if self.graphs is None or not self.graphs.recordings else [self.graphs.summary]
+        lines += [] if self.graphs is None or not self.graphs.has_news else [self.graphs.summary]
         lines += [self.started] if self.started else []
         lines += [f"{count} of its calls ran the original ops: {reason}." for reason, count in self.fallbacks.items()]
         shown: str = show(*lines)

@@ -46,13 +46,22 @@ def summary(shapes: ShapeRanges) -> str:
     if not ratios:
         return f"serves {where}: checked at {of}, not timed{rest}"
     low, high = (units.speedup(one)[:-1] for one in (min(ratios), max(ratios)))
-    how = ", launch by launch" if any(map(_is_launched, (point for piece in shapes.pieces for point in piece.points))) else ""
-    return f"serves {where}: {low if low == high else f'{low} to {high}'} times as fast as eager at {of}{how}{rest}"
+    speed = low if low == high else f"{low} to {high}"
+    return f"serves {where}: {speed} times as fast as eager at {of}{_launches(shapes)}{rest}"
+
+
+def _launches(shapes: ShapeRanges) -> str:
+    """Return at how many points the times are of launches, on a device that has CUDA graphs."""
+    timed = [point for piece in shapes.pieces for point in piece.points if point.ours is not None and not point.reason]
+    launched = [point for point in timed if _is_launched(point)]
+    if not launched:
+        return ""
+    return ", launch by launch" if len(launched) == len(timed) else f", {len(launched)} of them launch by launch"
 
 
 def _is_launched(point: ShapePoint) -> bool:
     """Whether a point was timed without a CUDA graph on a device that has them."""
-    return point.ours is not None and point.ours.method == _EVENTS and not point.in_segments
+    return point.ours is not None and point.ours.method == _EVENTS and not point.in_segments and not point.in_graph
 
 
 def left_to_original_ops(shapes: ShapeRanges) -> tuple[str, ...]:
@@ -132,13 +141,10 @@ def clock_line(shapes: ShapeRanges) -> str:
     methods = {point.ours.method for piece in shapes.pieces for point in piece.points if point.ours is not None}
     if not methods:
         return ""
-    if _EVENTS in methods:
-        return (
-            "Medians of interleaved calls (GPU time); 95% intervals in brackets. "
-            "CUDA graphs of whole calls, which serve sizes that come again, are not in these times."
-        )
-    clock = "CPU time" if CPU_TIME in methods else "wall time"
-    return f"Medians of interleaved calls ({clock}); 95% intervals in brackets."
+    clock = "GPU time" if _EVENTS in methods else "CPU time" if CPU_TIME in methods else "wall time"
+    numbers = [at + 1 for at, point in enumerate(point for piece in shapes.pieces for point in piece.points) if point.in_graph]
+    replays = f" Ours at {_points(numbers)}: replays of one CUDA graph. A size's first call is launched kernel by kernel."
+    return f"Medians of interleaved calls ({clock}); 95% intervals in brackets.{replays if numbers else ''}"
 
 
 def crossovers(points: Sequence[PointRow]) -> tuple[Crossover, ...]:

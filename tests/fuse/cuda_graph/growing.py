@@ -6,7 +6,7 @@ import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.capture.sizes.open_capture import capture_open
-from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.cuda_graph.replay import MOST_BYTES, Graphs
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
@@ -19,14 +19,14 @@ from tests.tiny import cache_in
 RANGES = "batch=2..4,seq=2..16,cached=2..48"
 
 
-def serving_decode(made, recorder, limit=4, name="decode"):
+def serving_decode(made, recorder, limit=4, name="decode", most_bytes=MOST_BYTES):
     """A model that serves growing decode steps in segments, and the call that is resized; applied."""
     torch.compiler.reset()
     model, kwargs = made
     device = next(model.parameters()).device
     kwargs = {**kwargs, "input_ids": kwargs["input_ids"].to(device)}
     live = capture_regions(model, (), kwargs)
-    graphs = Graphs(recorder, limit=limit)
+    graphs = Graphs(recorder, limit=limit, most_bytes=most_bytes)
     modules = Bench(live, on_cuda=device.type == "cuda").build((), ()).modules
     fused = FusedModel(model, live.regions, modules, (), kwargs, graphs=graphs, live=live)
     calls = {one.name: one for one in ranged_calls(describe_live(model, (), kwargs), read_shapes(RANGES))}

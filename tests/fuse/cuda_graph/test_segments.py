@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fusion_advisor.capture.sizes.open_capture import capture_open
+from fusion_advisor.fuse.cuda_graph.graph_bytes import held_by
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
 from fusion_advisor.fuse.cuda_graph.segments import split
@@ -60,6 +61,40 @@ def test_each_batch_has_its_own_and_they_may_take_turns(served):
     assert all(same(one.all_bits(), bits) for one, bits in zip(both, expected, strict=True))
     assert recorder.recorded == 2 * PARTS and len(fused.graphs.recordings) == 2
     assert fused.graphs.summary.startswith("2 of at most 4 CUDA graphs are recorded")
+
+
+class Empty(FakeRecorder):
+    """A recorder whose pool holds nothing beside copied inputs."""
+
+    def pool_bytes(self):
+        return 0
+
+
+def test_what_segments_hold_is_counted_and_bounded(recwarn):
+    with torch.no_grad():
+        fused, call = serving_decode(qwen2(), Empty())
+        for batch in (2, 4):
+            Decoding(fused, call, batch).step(2)
+        small, large = fused.graphs._recordings.items()
+        for region, recording in (small, large):
+            made = [one.value for player in recording.players for one in player._results if isinstance(one.value, torch.Tensor)]
+            made += [memory.tensor for player in recording.players for memory in player._memories]
+            outputs = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in made}
+            assert region.held.kept == sum(outputs.values()) + sum(one.nbytes for one in recording.statics)
+            assert region.held.passing > 0
+        most = held_by([small[0].held, large[0].held]) - 1
+        fused.revert()
+        fused, call = serving_decode(qwen2(), recorder := Empty(), most_bytes=most)
+        expected = launched(fused, call, 4)
+        Decoding(fused, call, 2).step(2)
+        assert same(Decoding(fused, call, 4).step(20).all_bits(), expected)
+        assert recorder.recorded == 2 * PARTS and len(fused.graphs.recordings) == 1
+        fused.revert()
+        fused, call = serving_decode(qwen2(), recorder := Empty(), most_bytes=large[0].held.total - 1)
+        assert same(Decoding(fused, call, 4).step(20).all_bits(), expected)
+        Decoding(fused, call, 4).step(5)
+        assert recorder.recorded == 0 and "1 size runs launch by launch" in fused.graphs.summary
+    assert not recwarn.list
 
 
 def test_another_cache_of_the_same_batch_is_replayed_at_once(served):

@@ -12,7 +12,8 @@ from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.fuse.apply_shapes import check_ranges, serve_shapes
 from fusion_advisor.fuse.cuda_graph import tail
-from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
+from fusion_advisor.fuse.cuda_graph.replay import MOST_BYTES, Graphs
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -45,13 +46,15 @@ class Logits(Mlp):
         return self.down(torch.nn.functional.gelu(self.up(x) * 1.5, approximate="tanh")).unflatten(0, (-1, 1))
 
 
-def ranged(maker=Mlp, limit=4, shapes="batch=2..64", args=None, has_graphs=True, kwargs=None):
+def ranged(
+    maker=Mlp, limit=4, shapes="batch=2..64", args=None, has_graphs=True, kwargs=None, most_bytes=MOST_BYTES, recorder=None
+):
     """A model that serves ranges of its batch, its graphs and the recorder; its example is 5 rows."""
     torch.compiler.reset()
-    model, recorder = maker().eval(), FakeRecorder()
+    model, recorder = maker().eval(), recorder or FakeRecorder()
     args, kwargs = (torch.randn(5, 32),) if args is None else args, kwargs or {}
     live = capture_regions(model, args, kwargs)
-    graphs = Graphs(recorder, limit=limit) if has_graphs else None
+    graphs = Graphs(recorder, limit=limit, most_bytes=most_bytes) if has_graphs else None
     fused = FusedModel(model, live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, kwargs, graphs=graphs)
     loaded = describe_live(model, args, kwargs)
     options = ApplyOptions(shapes=read_shapes(shapes), keep="verified", compile=False)
@@ -251,3 +254,111 @@ def test_a_prompt_whose_cache_is_large_is_launched_op_by_op_without_a_word(prefi
     assert sum(part.nbytes for part in small[1]) < 10_000 < sum(part.nbytes for part in large[1])
     assert recorder.recorded == 1 and recorder.replayed == 2
     assert fused.fallbacks == {} and fused.graphs.refusals == {} and not recwarn.list
+
+
+class Pool(FakeRecorder):
+    """A recorder whose pool holds what is planted."""
+
+    held = 0
+
+    def pool_bytes(self):
+        return self.held
+
+
+OF_A_ROW = (32 + 2 * 64) * 4
+"""What a graph of an Mlp holds for a row: its input, and what GELU reads and makes. The result takes less, later."""
+
+
+def uses(fused, rows, count=2):
+    assert all(is_right(fused, rows) for _ in range(count))
+
+
+def test_a_size_whose_graph_would_hold_too_much_is_launched_and_not_recorded_again(recwarn):
+    with torch.no_grad():
+        fused, recorder = ranged(most_bytes=20 * OF_A_ROW, recorder=Pool())
+        uses(fused, 21, 4)
+        uses(fused, 40, 4)
+        assert recorder.recorded == 0 and fused.graphs.recordings == ()
+        assert fused.graphs.summary.endswith(
+            "2 sizes run launch by launch: their graphs would hold up to 25.6 kB each, and all together may hold 12.8 kB."
+        )
+        uses(fused, 8, 4)
+        assert recorder.recorded == 1 and recorder.replayed == 3
+    assert fused.fallbacks == {} and fused.graphs.refusals == {} and not recwarn.list
+
+
+def test_graphs_are_dropped_to_make_room_for_the_bytes_of_another(recwarn):
+    with torch.no_grad():
+        fused, recorder = ranged(most_bytes=20 * OF_A_ROW, recorder=Pool(), limit=9)
+        uses(fused, 16)
+        uses(fused, 4)  # shares what passes in the first
+        assert len(fused.graphs.recordings) == 2
+        uses(fused, 4, 1)
+        uses(fused, 18)  # the first goes, the second may stay
+        assert recorder.recorded == 3 and len(fused.graphs.recordings) == 2
+        uses(fused, 4)
+        uses(fused, 18)
+        assert recorder.recorded == 3
+        assert fused.graphs.summary.startswith("2 of at most 9 CUDA graphs are recorded and hold")
+    assert fused.graphs.refusals == {} and not recwarn.list
+
+
+def test_graphs_that_hold_more_than_was_counted_are_dropped_and_fewer_are_kept(recwarn):
+    with torch.no_grad():
+        fused, recorder = ranged(most_bytes=20 * OF_A_ROW, recorder=Pool(), limit=9)
+        uses(fused, 4)
+        recorder.held = 40 * OF_A_ROW  # 6 and 4 rows were counted
+        uses(fused, 6)
+        assert recorder.recorded == 2 and fused.graphs.recordings == ()
+        recorder.held = 0
+        uses(fused, 4, 1)  # what was missed leaves no room for any
+        assert fused.graphs.recordings == () and recorder.recorded == 2
+        assert "1 size runs launch by launch: its graph would hold up to 24.6 kB" in fused.graphs.summary
+    assert fused.graphs.refusals == {} and not recwarn.list
+
+
+def test_a_single_graph_that_holds_more_than_was_counted_is_not_recorded_again():
+    with torch.no_grad():
+        fused, recorder = ranged(most_bytes=20 * OF_A_ROW, recorder=Pool())
+        recorder.held = 21 * OF_A_ROW
+        uses(fused, 4, 5)
+        assert recorder.recorded == 1 and fused.graphs.recordings == () and "1 size runs" in fused.graphs.summary
+
+
+def test_the_graph_of_the_verified_sizes_is_not_counted():
+    with torch.no_grad():
+        fused, recorder = ranged(most_bytes=3 * OF_A_ROW, recorder=Pool())
+        recorder.held = 1 << 30
+        uses(fused, 5, 3)
+        assert recorder.recorded == 1 and recorder.replayed == 2
+        recorder.held += 2 * OF_A_ROW
+        uses(fused, 2)
+        assert len(fused.graphs.recordings) == 2
+        recorder.held += 2 * OF_A_ROW
+        uses(fused, 3)
+        assert fused.graphs.recordings == ()  # one pool gives back all or nothing
+        recorder.held = 1 << 30
+        uses(fused, 5, 1)
+        assert len(fused.graphs.recordings) == 1
+
+
+@pytest.mark.gpu
+def test_real_graphs_hold_no_more_than_they_may():
+    torch.compiler.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(256, 8192), torch.nn.GELU(), torch.nn.Linear(8192, 256)).eval().cuda()
+    args, most = (torch.randn(5, 256, device="cuda"),), 300_000_000
+    with torch.no_grad():
+        live = capture_regions(model, args, {})
+        modules = Bench(live, on_cuda=True).build((), ()).modules
+        fused = FusedModel(model, live.regions, modules, args, {}, graphs=Graphs(CudaRecorder(), most_bytes=most))
+        loaded = describe_live(model, args, {})
+        options = ApplyOptions(shapes=read_shapes("batch=2..8192"), keep="verified", compile=False)
+        calls = check_ranges(loaded, options)
+        serve_shapes(fused, loaded, options, calls, measure_bandwidth(torch.device("cuda")), Progress())
+        fused.apply()
+        for rows in (3000, 8000, 2900, 1000, 3000):  # 3,000 rows hold 197 MB while GELU runs, 8,000 hold 524
+            x = torch.randn(rows, 256, device="cuda")
+            for _ in range(4):
+                torch.testing.assert_close(fused(x), fused._original(x), rtol=1e-3, atol=1e-3)
+            assert fused.graphs.pool_bytes() <= most
+        assert fused.graphs.recordings and "1 size runs launch by launch: its graph would hold up to 5" in fused.graphs.summary

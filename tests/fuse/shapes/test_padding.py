@@ -31,7 +31,7 @@ from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.environment import measure_bandwidth
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
-from tests.fuse.shapes.test_graphs_of_ranges import Mlp, is_right, ranged
+from tests.fuse.shapes.test_graphs_of_ranges import OF_A_ROW, Mlp, Pool, is_right, ranged
 
 needs_compiler = pytest.mark.skipif(
     find_compiler() is None, reason="kernels of a CPU need a C++ compiler: apt-get install g++"
@@ -102,6 +102,17 @@ def test_shapes_that_round_up_to_one_capacity_share_its_graph():
         assert is_right(fused, 35) and recorder.recorded == 2  # and a shape that comes again gets its own
         assert fused.graphs.padded == 5 and fused.fallbacks == {} and fused.graphs.refusals == {}
         assert "5 calls ran in a graph of larger sizes" in fused.graphs.summary
+
+
+@needs_compiler
+def test_a_shape_is_not_padded_where_the_larger_graph_would_hold_too_much():
+    with torch.no_grad():
+        fused, recorder = ranged(most_bytes=38 * OF_A_ROW, recorder=Pool())
+        for rows in (33, 34, 35, 36):  # those of 40 rows
+            assert is_right(fused, rows)
+        assert recorder.recorded == fused.graphs.padded == 0 and "1 size runs launch by launch" in fused.graphs.summary
+        assert is_right(fused, 33) and recorder.recorded == 1
+        assert is_right(fused, 33) and recorder.replayed == 2
 
 
 @needs_compiler

@@ -53,6 +53,9 @@ def test_the_summary_counts_what_is_served() -> None:
     at_one = "serves batch 1..16, seq 1..4096: 1.50 times as fast as eager at 1 point"
     assert sentences.summary(with_points(one)) == f"{at_one}, launch by launch"
     assert sentences.summary(with_points(replace(one, in_segments=True))) == at_one
+    assert sentences.summary(with_points(replace(one, in_graph=True))) == at_one
+    mixed = sentences.summary(with_points(one, replace(one, in_graph=True)))
+    assert mixed.endswith("1.50 times as fast as eager at 2 points, 1 of them launch by launch")
     assert one.ours is not None
     assert sentences.summary(with_points(replace(one, ours=replace(one.ours, method="cpu_time")))) == at_one
     untimed = replace(one, eager=None, ours=None)
@@ -82,11 +85,15 @@ def test_every_place_of_the_original_ops_has_its_reason() -> None:
 def test_dims_cost_and_clock() -> None:
     assert sentences.dims_line(shapes()).endswith("attention_mask (batch, seq); table (fixed, seq).")
     assert sentences.cost_line(shapes()) == "Tracing, deciding and building took 1 min 37 s."
-    assert "GPU time" in sentences.clock_line(shapes()) and "are not in these times" in sentences.clock_line(shapes())
+    assert sentences.clock_line(shapes()) == "Medians of interleaved calls (GPU time); 95% intervals in brackets."
     empty = replace(shapes(), dims=(), seconds=0.0, pieces=())
     assert sentences.dims_line(empty) == sentences.cost_line(empty) == sentences.clock_line(empty) == ""
     made = point(4, 4, 3, 2)
     assert made.ours is not None
+    replays = sentences.clock_line(with_points(made, replace(made, in_graph=True), replace(made, in_graph=True)))
+    assert replays.endswith(
+        "in brackets. Ours at points 2, 3: replays of one CUDA graph. A size's first call is launched kernel by kernel."
+    )
     on_cpu = sentences.clock_line(with_points(replace(made, ours=replace(made.ours, method="cpu_time"))))
     assert "CPU time" in on_cpu and "CUDA" not in on_cpu
 

@@ -1,0 +1,102 @@
+"""The memory that CUDA graphs of ranges of sizes may hold together, which sizes have none for it, and what they hold.
+
+A graph is counted ahead of being recorded, by its ops (:mod:`fusion_advisor.fuse.cuda_graph.graph_bytes`), and what the pool
+holds is read after it. What the count misses (workspaces of GEMMs, holes between tensors) is added to every later count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from fusion_advisor import units
+from fusion_advisor.fuse.cuda_graph.graph_bytes import GraphBytes, TooLarge, held_by
+from fusion_advisor.fuse.cuda_graph.recording import Recorder, Recording
+
+if TYPE_CHECKING:
+    from fusion_advisor.fuse.cuda_graph.graphed_region import GraphedRegion
+    from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
+
+
+class Bound:
+    """The bound on the recordings of one fused model. Those of exactly the verified sizes are beside it.
+
+    Args:
+        recorder: whose memory is read.
+        most_bytes: that recordings of ranges may hold.
+    """
+
+    def __init__(self, recorder: Recorder, most_bytes: int) -> None:
+        self._recorder = recorder
+        self._most_bytes = most_bytes
+        self._missed = 0
+        """Bytes that counts were too low."""
+        self._pool = 0
+        """Bytes of the pool after the latest recording."""
+        self._exact = 0
+        """Bytes of it that recordings of exact sizes added."""
+        self._refused = 0
+        self._largest = 0
+
+    @property
+    def sentence(self) -> str:
+        """How many sizes have no graph for what it would hold, with a space ahead; empty where all may have one."""
+        if not self._refused:
+            return ""
+        many = self._refused > 1
+        who = f"{self._refused} sizes run launch by launch: their graphs" if many else "1 size runs launch by launch: its graph"
+        each = " each" if many else ""
+        most, largest = units.size(self._most_bytes), units.size(self._largest)
+        return f" {who} would hold up to {largest}{each}, and all together may hold {most}."
+
+    def restart(self) -> None:
+        """Begin with an empty pool: no recording is left, so its memory is given back ahead of the next one."""
+        self._pool = self._exact = 0
+
+    def refuse(self, region: GraphedRegion, nbytes: int) -> None:
+        """Let a region run launch by launch from now on.
+
+        Args:
+            region: of one size.
+            nbytes: that its graph would hold.
+        """
+        region.is_too_large = True
+        self._refused += 1
+        self._largest = max(self._largest, nbytes)
+
+    def require_room(self, needed: GraphBytes) -> None:
+        """Refuse a graph that does not fit by itself.
+
+        Raises:
+            TooLarge: with what it would hold.
+        """
+        if needed.total + self._missed > self._most_bytes:
+            raise TooLarge(needed.total + self._missed)
+
+    def has_room(self, recorded: Iterable[GraphedRegion], needed: GraphBytes) -> bool:
+        """Whether a graph that fits by itself fits beside those that are recorded.
+
+        Args:
+            recorded: the regions that have graphs.
+            needed: by the other one.
+        """
+        others = [one.held for one in recorded if one.held is not None]
+        return not others or held_by([*others, needed]) + self._missed <= self._most_bytes
+
+    def overflow(self, latest: GraphedRegion, recordings: Mapping[GraphedRegion, Recording | SegmentedRecording]) -> int:
+        """Return how many bytes recordings of ranges hold if these are more than they may, else 0.
+
+        Args:
+            latest: that was recorded just now.
+            recordings: all, by region.
+        """
+        before, self._pool = self._pool, self._recorder.pool_bytes()
+        if latest.held is None:
+            self._exact += max(0, self._pool - before)
+            return 0
+        known = [one.held for one in recordings if one.held is not None]
+        held = self._pool - self._exact + sum(one.input_bytes for region, one in recordings.items() if region.held is not None)
+        if held <= self._most_bytes:
+            return 0
+        self._missed = max(self._missed, held - held_by(known))
+        return held
