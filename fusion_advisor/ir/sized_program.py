@@ -33,6 +33,8 @@ class SizedProgram:
 
     example: Program
     forms: tuple[Form, ...]
+    layout: str
+    """:func:`~fusion_advisor.ir.program.layout_key` of the example."""
 
     @property
     def places(self) -> set[int]:
@@ -46,7 +48,7 @@ class SizedProgram:
             NoOneProgram: its strides are of another kind there.
         """
         found = _with_numbers(self.example, _compiled(self.forms)(leaves))
-        if layout_key(found) != layout_key(self.example):
+        if layout_key(found) != self.layout:
             raise NoOneProgram("its strides are of another kind")
         return found
 
@@ -59,7 +61,8 @@ def _compiled(forms: tuple[Form, ...]) -> Callable[[Leaves], tuple[int, ...]]:
 def sized_program(tracked: Program) -> SizedProgram:
     """Return a program that was lowered with sizes that remember their forms."""
     numbers = list(_numbers(tracked))
-    return SizedProgram(example=_plain(_with_numbers(tracked, [int(one) for one in numbers])), forms=tuple(map(form_of, numbers)))
+    example = _plain(_with_numbers(tracked, [int(one) for one in numbers]))
+    return SizedProgram(example=example, forms=tuple(map(form_of, numbers)), layout=layout_key(example))
 
 
 def require_same(found: SizedProgram, lowered: Program, leaves: Leaves, where: str) -> None:
@@ -74,7 +77,7 @@ def require_same(found: SizedProgram, lowered: Program, leaves: Leaves, where: s
     Raises:
         NoOneProgram: the structure, a constant or a number differs.
     """
-    if layout_key(lowered) != layout_key(found.example):
+    if layout_key(lowered) != found.layout:
         raise NoOneProgram(f"its loops at {where} are others than elsewhere")
     if _fixed(lowered) != _fixed(found.example):
         raise NoOneProgram(f"a constant of it at {where} is another one than elsewhere")
@@ -128,7 +131,8 @@ def _filled(program: Program, numbers: Iterator[int]) -> Program:
     for value in program.values:
         strides, steps, offset = take(len(value.strides)), take(len(value.steps)), next(numbers)
         constant = next(numbers) if value.op == "extent" else value.constant
-        values.append(replace(value, strides=strides, steps=steps, offset=offset, constant=constant))
+        is_other = value.op == "extent" or strides or steps or offset != value.offset or type(offset) is not type(value.offset)
+        values.append(replace(value, strides=strides, steps=steps, offset=offset, constant=constant) if is_other else value)
     stores: list[Store] = []
     for store in program.stores:
         strides, steps, offset = take(len(store.strides)), take(len(store.steps)), next(numbers)

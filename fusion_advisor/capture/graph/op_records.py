@@ -37,7 +37,7 @@ def describe(
     """
     ops: list[OpNode] = []
     index_of: dict[Node, int] = {}
-    number = _Numbers(symbols or {}, leaves)
+    number = SizeNumbers(symbols or {}, leaves)
     owner: dict[int, int] = {}  # storage -> index of the op that made it
     sharers: dict[int, list[int]] = {}  # storage -> all inputs of the region that lie in it
     shown: dict[Node, int] = {}  # a value -> the input of the region that it is a view of
@@ -45,7 +45,7 @@ def describe(
     for node in region.graph.graph.nodes:
         index = first_index + len(ops)
         index_of[node] = index
-        metas = _metas(node, number)
+        metas = tensor_metas(node, number)
         if node.op == "placeholder":
             role = region.roles[placeholder] if region.roles else "input"
             target = region.names[placeholder] if region.names else str(node.target)
@@ -86,7 +86,7 @@ def _describe_op(
     sharers: Mapping[int, list[int]],
     shown: dict[Node, int],
     metas: tuple[TensorMeta, ...],
-    number: _Numbers,
+    number: SizeNumbers,
 ) -> OpNode:
     target = _target_name(node)
     own_storages = storages(node)
@@ -142,18 +142,13 @@ def _target_name(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def tensor_metas(node: Node, symbols: symbolic_sizes.Symbols) -> tuple[TensorMeta, ...]:
-    """Return the layouts of the tensors that a node returns.
+class SizeNumbers:
+    """Turns sizes into numbers, each expression of open ones once.
 
     Args:
-        node: of a graph with open sizes.
         symbols: the size of each symbol.
+        leaves: gets the expressions, each with its place; numbers then remember how they are computed.
     """
-    return _metas(node, _Numbers(symbols))
-
-
-class _Numbers:
-    """Turns sizes into numbers, each expression of open ones once."""
 
     def __init__(self, symbols: symbolic_sizes.Symbols, leaves: dict[Any, int] | None = None) -> None:
         self._symbols = symbols
@@ -161,9 +156,12 @@ class _Numbers:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, size: Any) -> Any:
+        """Return the number of a size; any other value as it is."""
         expression = symbolic_sizes.expression_of(size)
-        if expression is size:
-            return size
+        return size if expression is size else self.of(expression)
+
+    def of(self, expression: Any) -> Any:
+        """Return the number of an expression of open sizes."""
         if expression not in self._known:
             value = symbolic_sizes.at_sizes(expression, self._symbols)
             if self._leaves is not None and type(value) is int:
@@ -172,7 +170,13 @@ class _Numbers:
         return self._known[expression]
 
 
-def _metas(node: Node, number: _Numbers) -> tuple[TensorMeta, ...]:
+def tensor_metas(node: Node, number: SizeNumbers) -> tuple[TensorMeta, ...]:
+    """Return the layouts of the tensors that a node returns.
+
+    Args:
+        node: of a graph.
+        number: turns its sizes into numbers.
+    """
     return tuple(
         TensorMeta(
             shape=tuple(map(number, value.shape)),
@@ -185,7 +189,7 @@ def _metas(node: Node, number: _Numbers) -> tuple[TensorMeta, ...]:
     )
 
 
-def _encode(value: Any, index_of: Mapping[Node, int], number: _Numbers) -> Arg:
+def _encode(value: Any, index_of: Mapping[Node, int], number: SizeNumbers) -> Arg:
     if isinstance(value, Node):
         size = value.meta.get("val")
         return number(size) if isinstance(size, torch.SymInt) else Ref(index=index_of[value])

@@ -197,7 +197,17 @@ def identifier(text: str) -> str:
 
 def entry_name(program: Program, title: str, *extra: str) -> str:
     """Name a kernel after its chain, with six hex digits that change with its layout, tuning and options."""
-    digest = hashlib.sha256("|".join((layout_key(program), *extra)).encode()).hexdigest()[:6]
+    return _named(layout_key(program), title, extra)
+
+
+def entry_names(program: Program, title: str, options: Sequence[str]) -> tuple[str, ...]:
+    """Return the name that a kernel has with each of several options."""
+    layout = layout_key(program)
+    return tuple(_named(layout, title, (option,)) for option in options)
+
+
+def _named(layout: str, title: str, extra: Sequence[str]) -> str:
+    digest = hashlib.sha256("|".join((layout, *extra)).encode()).hexdigest()[:6]
     return identifier(f"fa_{title[:60]}_{digest}")
 
 

@@ -34,6 +34,7 @@ from fusion_advisor.codegen.common.interface import (
     Tuning,
     body_of,
     entry_name,
+    entry_names,
     environment,
 )
 from fusion_advisor.codegen.common.position_checks import checks_of, error_of
@@ -129,7 +130,7 @@ class CppKernel:
     def _parts(self, program: Program) -> list[Program]:
         """The loop nests of a program that has the layout that was rendered; none where it has no elements."""
         title = self.entry.removeprefix("fa_").rpartition("_")[0]
-        if self.entry not in {entry_name(program, title, option) for option in ("", "fast_math")}:
+        if self.entry not in entry_names(program, title, ("", "fast_math")):
             raise ValueError(f"{self.entry} was rendered for another layout")
         parts = [part.program for part in nests(program)]
         is_empty = all(0 in part.dims[:-1] or (0 in part.dims and not part.is_reduced) for part in parts)

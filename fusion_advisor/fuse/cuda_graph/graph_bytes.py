@@ -83,7 +83,7 @@ def symbols_given(placeholders: Sequence[Node], given: Sequence[Any]) -> dict[An
 def graph_bytes(module: GraphModule, symbols: Mapping[Any, int], left_out: Collection[Node] = ()) -> GraphBytes:
     """Return what the memory that a region's ops make comes to.
 
-    Memory of one op lives until the last op has read it, or a view of it.
+    Memory of one op lives until the last op has read it, or a view of it; where nobody reads it, until the graph is recorded.
 
     Args:
         module: the region.
@@ -105,7 +105,7 @@ def graph_bytes(module: GraphModule, symbols: Mapping[Any, int], left_out: Colle
         for key in {key for source in (node, *node.all_input_nodes) for key in own.get(source, ())}:
             if node.op == "output":
                 kept.add(key)
-            elif last_read[key] is node and key in alive:
+            elif last_read[key] is node and key in alive and (node.users or key not in own[node]):
                 del alive[key]
     results = sum(alive[key] for key in kept if key in alive)
     return GraphBytes(results, most - results)

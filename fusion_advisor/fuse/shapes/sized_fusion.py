@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
-from fusion_advisor.capture.graph.op_records import describe, tensor_metas
+from fusion_advisor.capture.graph.op_records import SizeNumbers, describe, tensor_metas
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed
@@ -76,7 +76,7 @@ class Workpiece:
         self._tracked = describe(self.opened.region, symbols=first, leaves=self._leaves)[0]
         self._records: dict[Point, list[OpNode]] = {}
         self._programs: dict[Any, SizedProgram] = {}
-        self._at: tuple[Point, tuple[int, ...]] | None = None
+        self._at: tuple[Point, SizeNumbers, tuple[int, ...]] | None = None
         self.kernels = OpenKernels(ahead=ahead)
 
     @property
@@ -94,11 +94,15 @@ class Workpiece:
         return {**dict(zip(self.names, point, strict=True)), **self.fixed}
 
     def leaves(self, point: Point) -> tuple[int, ...]:
-        """Return the value of every size of the graph; kernels of one call are bound one after the other."""
+        """Return the value of every size of the graph."""
+        return self._numbers(point)[1]
+
+    def _numbers(self, point: Point) -> tuple[SizeNumbers, tuple[int, ...]]:
+        """Return what computes sizes of the graph, and their values; kernels of one call are bound one after the other."""
         if self._at is None or self._at[0] != point:
-            symbols = self.opened.symbols(self.sizes(point))
-            self._at = point, tuple(symbolic_sizes.at_sizes(leaf, symbols) for leaf in self._leaves)
-        return self._at[1]
+            number = SizeNumbers(self.opened.symbols(self.sizes(point)))
+            self._at = point, number, tuple(map(number.of, self._leaves))
+        return self._at[1:]
 
     def records(self, point: Point) -> list[OpNode]:
         """Return the graph's records at some sizes; those of the points to compare with are kept."""
@@ -118,8 +122,8 @@ class Workpiece:
 
     def metas(self, indices: Sequence[int], point: Point) -> list[TensorMeta]:
         """Return the layouts of some ops' results at some sizes."""
-        symbols = self.opened.symbols(self.sizes(point))
-        return [tensor_metas(self._nodes[index], symbols)[0] for index in indices]
+        number, _ = self._numbers(point)
+        return [tensor_metas(self._nodes[index], number)[0] for index in indices]
 
     def layout_of(self, indices: Sequence[int]) -> tuple[Any, ...]:
         """Return what is equal for ops whose results have one layout at all sizes."""

@@ -104,12 +104,29 @@ def test_shapes_that_round_up_to_one_capacity_share_its_graph():
         assert "5 calls ran in a graph of larger sizes" in fused.graphs.summary
 
 
+class Counting:
+    """Pads as another one does, and counts."""
+
+    def __init__(self, form):
+        self.form, self.padded = form, 0
+
+    def __getattr__(self, name):
+        return getattr(self.form, name)
+
+    def pad(self, *args):
+        self.padded += 1
+        return self.form.pad(*args)
+
+
 @needs_compiler
 def test_a_shape_is_not_padded_where_the_larger_graph_would_hold_too_much():
     with torch.no_grad():
         fused, recorder = ranged(most_bytes=38 * OF_A_ROW, recorder=Pool())
-        for rows in (33, 34, 35, 36):  # those of 40 rows
+        (piece,) = [piece for piece in fused.shapes[0].pieces if piece.padding is not None]
+        piece.padding = replace(piece.padding, form=(form := Counting(piece.padding.form)))
+        for rows in (33, 34, 35, 36):  # one graph of 40 rows would serve all
             assert is_right(fused, rows)
+        assert form.padded == 1  # when it was found to be too large
         assert recorder.recorded == fused.graphs.padded == 0 and "1 size runs launch by launch" in fused.graphs.summary
         assert is_right(fused, 33) and recorder.recorded == 1
         assert is_right(fused, 33) and recorder.replayed == 2
