@@ -388,6 +388,8 @@ def test_points_are_the_ends_and_a_middle_within_reach():
     assert points_of(box[:1], most=16384) == [{"batch": 2}, {"batch": 16}]
     assert points_of(box, most=16384, asked=[{"batch": 4, "seq": 100}, {"batch": 1, "seq": 1}]) == [{"batch": 4, "seq": 100}]
     assert points_of((SizeRange(name="batch", least=1, most=1),), most=9) == [{"batch": 1}]
+    assert points_of((SizeRange(name="batch", least=2, most=8),), most=9) == [{"batch": 2}, {"batch": 8}]
+    assert points_of((SizeRange(name="batch", least=2, most=3),), most=9) == [{"batch": 2}]
 
 
 def test_ranges_without_a_cache_say_how_generate_would_be_served():

@@ -21,7 +21,7 @@ from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
-from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import CACHED
@@ -202,7 +202,8 @@ def decided(
         budget_s=work.budget_s, only=lambda name: name not in work.refused, written=written, ahead=work.ahead, passed=work.passed,
     )  # fmt: skip
     fusions, dropped = all_sized(workpiece, found.fusions)
-    dropped += [(name, "it decides by one size") for name in found.refused]
+    refused = *found.refused, *(name for name in LAYOUT_CHANGES if name in work.refused)
+    dropped += [(name, "it decides by one size") for name in refused]
     if not fusions and not found.passes and not changes:
         nothing = not_decided(sizes, "nothing that serves other sizes pays near these")
         return replace(nothing, row=replace(nothing.row, dropped=tuple(dropped)))

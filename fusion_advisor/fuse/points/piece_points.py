@@ -75,6 +75,7 @@ class PiecePoints:
             self._changes = choose_layouts(work, opened, self._points)
         except LooksAtSizes as error:
             work.refused.add(str(error))
+            work.progress.note(f"{error} decides by one size: left out for all sizes")
             self._open(work.capture(dict(opened.sizes)))
         else:
             self._workpiece = Workpiece(self.piece, work.ahead, captured=captured if self._changes else None)

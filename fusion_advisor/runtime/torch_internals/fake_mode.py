@@ -111,13 +111,16 @@ def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
     assert callable(node.target)
-    # Of open sizes a product in C++ asks for their number (torch 2.11); its form in Python does not, and traces use that too.
+    # Of open sizes a product in C++ asks for their number (torch 2.11), and so does attention on a GPU, to choose its kernel.
+    # Their forms in Python do not, and traces use these too.
     in_python = enable_python_dispatcher() if node.target in _IN_PYTHON else contextlib.nullcontext()
     with torch.no_grad(), mode, in_python:
         return laid_as_in_eager(node, node.target(*args, **kwargs), args, kwargs)
 
 
-_IN_PYTHON = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
+_IN_PYTHON = (
+    torch.ops.aten.linear.default, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default,
+)  # fmt: skip
 _RESHAPES = frozenset(
     [
         torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default,

@@ -12,6 +12,7 @@ from torch import nn
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.split_bias import split_bias
 from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.fuse import receipts
 from fusion_advisor.fuse.decide.predict import price_passes
 from fusion_advisor.fuse.decide.session import Bench
@@ -22,6 +23,7 @@ from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region
 from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy, build, is_permuted
 from fusion_advisor.records import GraphRewrite, Launch, Status
 from fusion_advisor.runtime.torch_internals import aten_ops
+from fusion_advisor.runtime.torch_internals.symbolic_sizes import guards_of, ones_among_the_sizes
 from tests.tiny import profile_live
 
 
@@ -54,6 +56,22 @@ CASES = {
     "video": (lambda: nn.Conv3d(3, 4, (2, 4, 4), stride=(2, 4, 4)), (1, 3, 4, 8, 8)),
     "one patch": (lambda: nn.Conv2d(3, 8, 4, stride=4), (2, 3, 4, 4)),
 }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_open_batch_stays_open(name):
+    """A linear in C++ asks for the number of elements (torch 2.11), and the graph would be for that batch alone."""
+    make, shape = CASES[name]
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        sizes = (3, *shape[1:])
+        opened = capture_open(model, (), {"input": torch.randn(sizes)}, {"input": ("batch", *[""] * (len(sizes) - 1))})
+        taken = set(guards_of(opened.environment))
+        index_of = {node: index for index, node in enumerate(opened.region.graph.graph.nodes)}
+        with ones_among_the_sizes():
+            _, (count,) = rewrite_region(opened.region, index_of, [], [patches_as_gemm])
+    assert count == 1 and set(guards_of(opened.environment)) == taken and not opened.environment.replacements
 
 
 @pytest.mark.parametrize("bias_apart", [False, True])

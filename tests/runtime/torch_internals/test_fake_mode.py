@@ -163,3 +163,26 @@ def test_a_linear_of_open_sizes_has_a_result():
         linear = module.graph.call_function(torch.ops.aten.linear.default, (taken, weight))
     found = fake_mode.fake_result(module, linear)
     assert found.dim() == 3 and found.shape[1] == 1 and not isinstance(found.shape[0], int)
+
+
+@pytest.mark.parametrize("is_turned", [False, True], ids=["dense", "heads-side-by-side"])
+def test_attention_of_an_open_batch_has_a_result_of_an_open_batch(is_turned):
+    """In C++ attention on a GPU asks for the batch, to choose its kernel (torch 2.11), and the graph is for that batch alone."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    environment = ShapeEnv()
+    open_batch = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * 3])
+    mode = FakeTensorMode(shape_env=environment)
+    like = torch.empty(3, 197, 12, 64).transpose(1, 2) if is_turned else torch.empty(3, 12, 197, 64)
+    batch = mode.from_tensor(like, symbolic_context=open_batch).shape[0]
+    device = "cuda" if torch.version.cuda else "cpu"  # a fake tensor needs no GPU, but a build for one
+    with mode:
+        value = torch.empty_strided((batch, 12, 197, 64), like.stride(), device=device, dtype=torch.bfloat16)
+    graph = torch.fx.Graph()
+    placeholder = graph.placeholder("value")
+    placeholder.meta["val"] = value
+    node = graph.call_function(torch.ops.aten.scaled_dot_product_attention.default, (placeholder,) * 3)
+    graph.output(node)
+    found = fake_mode.fake_result(torch.fx.GraphModule({}, graph), node)
+    assert not isinstance(found.shape[0], int) and not environment.guards
