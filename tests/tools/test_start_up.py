@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, StaticCache
 
 from tools.start_up.__main__ import WAYS, main, measure, run_way
-from tools.start_up.child import Noted, Place, counters, host_options
+from tools.start_up.child import Noted, Place, counters, host_options, runners
+from tools.start_up.in_place import _INSTALL, FORMATS
 from tools.start_up.table import facts_of, markdown, rest_s
 
 
@@ -105,3 +106,8 @@ def test_code_on_the_host_has_no_vector_instructions_for_a_gpu():
     """torch 2.11 would take half a minute to find out which there are, at the compilation and at each start."""
     assert host_options({"input_ids": SimpleNamespace(is_cuda=True), "use_cache": False}) == {"cpp.vec_isa_ok": False}
     assert host_options({"input_ids": torch.ones(1), "use_cache": False}) == {}
+
+
+def test_every_way_can_be_run():
+    assert set(WAYS) == set(runners())
+    assert {way for ways in FORMATS.values() for way in ways} <= set(_INSTALL)

@@ -283,17 +283,21 @@ def request(place: Place) -> Any:
     return made(**place.settings["request"])
 
 
+def runners() -> dict[str, Callable[[Place], None]]:
+    """Return what runs each way."""
+    from tools.start_up import in_place  # after torch's import was timed
+
+    return {
+        "eager": eager, "compile_cold": compiled, "compile": compiled, "package": package, "package_graph": package_graph,
+        "plan": plan, "pt2": pt2, "pt2_graph": pt2_graph, "aoti_make": aoti_make, "aoti": aoti, "apply": in_place.applied,
+    }  # fmt: skip
+
+
 def main(way: str, folder: str, started: str) -> None:
     """Run one way; a failure is a fact like any other."""
     place = Place(Path(folder), way, float(started))
-    from tools.start_up import in_place  # after torch's import was timed
-
-    ways = {
-        "eager": eager, "compile_cold": compiled, "compile": compiled, "package": package, "package_graph": package_graph,
-        "plan": plan, "pt2": pt2, "aoti_make": aoti_make, "aoti": aoti, "apply": in_place.applied,
-    }  # fmt: skip
     with Noted(place), place.torch.no_grad():
-        ways[way](place)
+        runners()[way](place)
 
 
 if __name__ == "__main__":

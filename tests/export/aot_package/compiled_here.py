@@ -5,6 +5,7 @@ Called as ``python -I compiled_here.py FOLDER RESULTS.pt [graph]``.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 
@@ -29,10 +30,14 @@ def main(folder, results, *graph):
     found = call(**inputs)
     if graph:  # what is recorded follows what it is given, and gives the same for the same
         kept = {name: value.clone() for name, value in found.items()}
+        gc.collect()
+        torch.cuda.empty_cache()
+        taken = torch.full((1 << 28,), float("nan"), device="cuda")  # memory that the model let go would hold this
         others = {name: value.flip(-1) for name, value in inputs.items()}
         assert any(not torch.equal(value, kept[name]) for name, value in call(**others).items())
         found = {name: value.clone() for name, value in call(**inputs).items()}
         assert all(torch.equal(value, kept[name]) for name, value in found.items())
+        del taken
     first = next(iter(inputs))
     try:
         call(**{**inputs, first: inputs[first][:1]})
