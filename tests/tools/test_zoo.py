@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from fusion_advisor.timing import alone
 from tools.zoo import images, run, table, turn
 from tools.zoo.diffusion import DIFFUSION
 from tools.zoo.images import IMAGES
@@ -188,6 +189,33 @@ def test_what_all_rows_say_together():
     assert "missed by 10% (median of 4), 1 of 2 within their intervals" in table.summary([ROW, sure])
     assert table.markdown([ROW, slower]).index("| b |") < table.markdown([ROW, slower]).index("| a |")
     assert len(ElementTree.fromstring(table.picture([ROW, slower])).findall(".//{*}rect")) == 3
+
+
+def test_what_ran_beside_others_has_no_time_to_an_answer():
+    beside = replace(ROW, name="b", is_alone=False, answer_s=999.0, compile_s=888.0, seconds=1000.0)
+    assert "999" not in table.markdown([ROW, beside]) and "888" not in table.markdown([ROW, beside])
+    assert table.summary([ROW, beside]).count(f"an answer {ROW.answer_s:.0f} s") == 1
+    assert "answer" not in table.summary([beside]) and "1000 s beside others" in table.line(beside)
+
+
+def test_workloads_that_share_a_gpu_have_one_folder_for_it(tmp_path):
+    found = run.places(tmp_path, gpus=2, ahead=0, share=3)
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in found] == ["0"] * 3 + ["1"] * 3
+    assert [place[alone.FOLDER] for place in found] == [str(tmp_path / f"alone-{number}") for number in (0, 0, 0, 1, 1, 1)]
+    assert run.places(tmp_path, gpus=0, ahead=0, share=1) == [{}]
+    assert run.places(tmp_path, gpus=0, ahead=1, share=1) == [{turn.FILE: str(tmp_path / "turn-0")}] * 2
+
+
+@pytest.mark.slow
+def test_two_tiny_workloads_run_side_by_side(tmp_path):
+    words = ["--device", "cpu", "--no-compile", "--runs", "3"]
+    names = ["llama-by-hand", "dit-by-hand"]
+    assert run.main(["--to", str(tmp_path), "--tiny", "--dtype", "float32", "--share", "2", *names, "--", *words]) == 0
+    rows = json.loads((tmp_path / "zoo.json").read_text())
+    assert not any(row["is_alone"] for row in rows)
+    began = [(tmp_path / name / "printed.txt").stat().st_ctime for name in names]
+    assert sum(row["seconds"] for row in rows) > max(began) - min(began)
+    assert not alone.groups_in(tmp_path / "alone-0")
 
 
 def test_the_zoo_goes_on_and_does_not_run_again_what_has_a_row(tmp_path, monkeypatch):

@@ -2,7 +2,8 @@
 
 Each workload is an ``apply`` in a process of its own, with compilers' caches of its own, and the zoo goes on after a crash or
 when one takes too long. With ``--gpus N`` N workloads run at a time, each on a GPU of its own. With ``--ahead N`` N more for each
-GPU build their models on the CPU meanwhile and wait for their turn; waiting counts neither for the limit nor for the row. A
+GPU build their models on the CPU meanwhile and wait for their turn; waiting counts neither for the limit nor for the row. With
+``--share N`` N run on each GPU at a time, and while one of them times something the others stand still (``tools/lanes.py``). A
 workload that DIR has a row for is not run again. With ``--for S`` all of it ends after so many seconds: what runs then is
 stopped, and has no row. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``. Figures: ``docs/measurements/zoo.md``.
 """
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
+from fusion_advisor.timing import alone
 from tools import lanes
 from tools.zoo import table, turn
 from tools.zoo.workloads import NAMES, attribute_of, family_of
@@ -75,7 +77,8 @@ def run_one(
             lanes.end(process, given)
     shutil.rmtree(caches, ignore_errors=True)
     said = (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-    return table.row_of(name, family_of(name), folder, code=code, seconds=seconds, last_words=said)
+    is_alone = not given.get(alone.FOLDER)
+    return table.row_of(name, family_of(name), folder, code=code, seconds=seconds, last_words=said, is_alone=is_alone)
 
 
 def _wait(
@@ -108,6 +111,24 @@ def _wait(
         return code, time.monotonic() - (turn_began() or began)
 
 
+def places(to: Path, *, gpus: int, ahead: int, share: int) -> list[dict[str, str]]:
+    """Return what is in the environment of each workload that runs at a time.
+
+    Args:
+        to: folder of all runs.
+        gpus: that there are; 0: a workload sees what there is.
+        ahead: for each GPU so many more build their models meanwhile.
+        share: on each GPU so many run at a time.
+    """
+    found = []
+    for number in range(gpus or 1):
+        place = {"CUDA_VISIBLE_DEVICES": str(number)} if gpus else {}
+        place |= {turn.FILE: str(to / f"turn-{number}")} if ahead else {}
+        place |= {alone.FOLDER: str(to / f"alone-{number}")} if share > 1 else {}
+        found += [place] * ((1 + ahead) * share)
+    return found
+
+
 def run_all(
     names: Sequence[str],
     to: Path,
@@ -117,6 +138,7 @@ def run_all(
     limit_s: float,
     gpus: int = 0,
     ahead: int = 0,
+    share: int = 1,
     end: float = math.inf,
 ) -> Iterator[table.Row]:
     """Run workloads and yield each one's row as it ends.
@@ -129,13 +151,15 @@ def run_all(
         limit_s: for one workload.
         gpus: so many run at a time, each sees one GPU; 0: one at a time, which sees what there is.
         ahead: for each GPU so many more build their models meanwhile.
+        share: on each GPU so many run at a time.
         end: when all of it ends, by ``time.monotonic``.
     """
     free: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
-    for number in [*range(gpus or 1)] * (1 + ahead):
-        sees = {"CUDA_VISIBLE_DEVICES": str(number)} if gpus else {}
-        in_turn = {turn.FILE: str(to / f"turn-{number}")} if ahead else {}
-        free.put({**sees, **in_turn})
+    found = places(to, gpus=gpus, ahead=ahead, share=share)
+    for place in found:
+        if folder := place.get(alone.FOLDER):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        free.put(place)
 
     def run(name: str) -> table.Row | None:
         sees = free.get()
@@ -150,7 +174,7 @@ def run_all(
         (to / name / "row.json").write_text(json.dumps(asdict(row), indent=1) + "\n", encoding="utf-8")
         return row
 
-    with ThreadPoolExecutor((gpus or 1) * (1 + ahead)) as workers:
+    with ThreadPoolExecutor(len(found)) as workers:
         for done in as_completed([workers.submit(run, name) for name in names]):
             if (row := done.result()) is not None:
                 yield row
@@ -168,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--gpus", type=int, default=0, help="so many workloads at a time, each on a GPU of its own")
     parser.add_argument("--ahead", type=int, default=0, help="for each GPU, so many more workloads build their models meanwhile")
+    parser.add_argument("--share", type=int, default=1, help="so many run on each GPU at a time, and take turns while they time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one workload")
     parser.add_argument("--for", type=float, default=math.inf, dest="total", help="seconds for all; what runs then is stopped")
     asked = parser.parse_args(words[:split])
@@ -182,7 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = [name for name in names if name not in {row.name for row in rows}]
     to.mkdir(parents=True, exist_ok=True)
     options = words[split + 1 :]
-    for row in run_all(left, to, options, environment, limit_s=asked.limit, gpus=asked.gpus, ahead=asked.ahead, end=end):
+    how = {"gpus": asked.gpus, "ahead": asked.ahead, "share": asked.share}
+    for row in run_all(left, to, options, environment, limit_s=asked.limit, end=end, **how):
         rows.append(row)
         print(table.line(row), flush=True)
         table.write(to, rows)

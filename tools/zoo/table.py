@@ -24,6 +24,7 @@ class Row:
         family: its heading.
         status: ``applied``, ``unchanged``, or how the run failed.
         seconds: the whole process.
+        is_alone: no other workload ran on its GPU meanwhile; else the seconds are waiting for others too.
         answer_s: from the loaded model to our result against eager, ahead of the other ways to run the step.
         compile_s: first call of torch.compile's reduce-overhead, with empty caches, in the same run.
         eager_ms: the step in eager.
@@ -46,6 +47,7 @@ class Row:
     family: str
     status: str
     seconds: float
+    is_alone: bool = True
     answer_s: float = 0.0
     compile_s: float = 0.0
     eager_ms: float = 0.0
@@ -64,7 +66,9 @@ class Row:
     detail: str = ""
 
 
-def row_of(name: str, family: str, folder: Path, *, code: int, seconds: float, last_words: str = "") -> Row:
+def row_of(
+    name: str, family: str, folder: Path, *, code: int, seconds: float, last_words: str = "", is_alone: bool = True
+) -> Row:  # fmt: skip
     """Return the row of a run.
 
     Args:
@@ -74,8 +78,9 @@ def row_of(name: str, family: str, folder: Path, *, code: int, seconds: float, l
         code: its exit code, or :data:`TOOK_TOO_LONG`.
         seconds: that it took.
         last_words: what it printed last.
+        is_alone: no other workload ran on its GPU meanwhile.
     """
-    plain = Row(name=name, family=family, status="", seconds=round(seconds, 1))
+    plain = Row(name=name, family=family, status="", seconds=round(seconds, 1), is_alone=is_alone)
     report = folder / "report.json"
     if code != 0 or not report.is_file():
         status = "took too long" if code == TOOK_TOO_LONG else f"exit code {code}"
@@ -125,9 +130,10 @@ def line(row: Row) -> str:
     """Return a row in one line of text."""
     if row.status not in ENDED_WELL:
         return f"{row.name}: {row.status}, {row.seconds:.0f} s. {row.detail}"
-    return (
-        f"{row.name}: {row.ours_ms:.2f} ms, {row.ratio:.2f} of {row.peer} ({row.peer_ms:.2f} ms); {row.kept} kept; "
+    return f"{row.name}: {row.ours_ms:.2f} ms, {row.ratio:.2f} of {row.peer} ({row.peer_ms:.2f} ms); {row.kept} kept; " + (
         f"answer after {row.answer_s:.0f} s, torch.compile's first call {row.compile_s:.0f} s"
+        if row.is_alone
+        else f"{row.seconds:.0f} s beside others"
     )
 
 
@@ -140,8 +146,9 @@ def summary(rows: Sequence[Row]) -> str:
         said += [
             f"geometric mean of ours / best other way {geometric_mean(row.ratio for row in good):.2f}",
             f"slower than another way: {', '.join(slower) or 'none'}",
-            f"median time to an answer {median(row.answer_s for row in good):.0f} s",
         ]
+        answers = [row.answer_s for row in good if row.is_alone]
+        said += [f"median time to an answer {median(answers):.0f} s"] if answers else []
     missed = [
         abs(predicted - measured) / abs(measured)
         for row in good
@@ -172,11 +179,11 @@ def markdown(rows: Sequence[Row]) -> str:
         if row.status not in ENDED_WELL:
             body.append(f"| {row.name} | {row.family} | | | **{row.status}** | | | | {row.seconds:.0f} s | | |")
             continue
+        seconds = f"{row.answer_s:.0f} s | {row.compile_s:.0f} s" if row.is_alone else "– | –"
         refused = ", ".join(f"{code} × {count}" for code, count in sorted((row.refused or {}).items()))
         body.append(
             f"| {row.name} | {row.family} | {row.eager_ms:.2f} ms | {row.peer_ms:.2f} ms ({row.peer}) "
-            f"| {row.ours_ms:.2f} ms | {row.ratio:.2f} | {row.chains_share:.0%} | {row.kept} | {row.answer_s:.0f} s "
-            f"| {row.compile_s:.0f} s | {refused} |"
+            f"| {row.ours_ms:.2f} ms | {row.ratio:.2f} | {row.chains_share:.0%} | {row.kept} | {seconds} | {refused} |"
         )
     return f"{summary(rows)}\n\n{head}" + "\n".join(body) + "\n"
 
