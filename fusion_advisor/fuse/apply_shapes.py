@@ -21,8 +21,10 @@ from fusion_advisor.autotune.start_compilers import building_ahead
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture
 from fusion_advisor.errors import SizeRejected
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.finish import AppliedRun
+from fusion_advisor.fuse.live.call_signature import signature
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.registry import kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -37,6 +39,7 @@ from fusion_advisor.fuse.shapes.serve import ServedPiece, serving
 from fusion_advisor.fuse.shapes.time_calls import time_calls
 from fusion_advisor.fuse.shapes.try_sizes import try_ends
 from fusion_advisor.records import Bandwidth, Report, ShapePiece, ShapePoint, ShapeRanges, Timing
+from fusion_advisor.runtime.call_tensors import objects_in
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.verify.known.passed_checks import PassedChecks
 from fusion_advisor.workload.architecture import max_positions
@@ -160,9 +163,9 @@ def with_shapes(
             kept_ids(run.report.rewrites),
             ahead,
         )
-        pair = _exact_and_general(run.fused, loaded, instruments) if options.is_timed and is_exact_plan else None
-        if pair is not None:
-            found = replace(found, exact=pair[0], general=pair[1])
+        timed = exact_and_general(run.fused, loaded, instruments) if options.is_timed and is_exact_plan else None
+        if timed is not None:
+            found = replace(found, exact=timed[0], general=timed[1], is_replayed=timed[2])
     if any(not point.reason for piece in found.pieces for point in piece.points):
         run.fused.apply()
     hint = generate_hint(loaded.model, options.shapes) if options.shapes is not None else ""
@@ -243,23 +246,43 @@ def _refused(work: RangeWork, piece: Piece) -> tuple[ServedPiece, ShapePiece]:
     return serving(piece, ()), row
 
 
-def _exact_and_general(fused: FusedModel, loaded: LoadedWorkload, instruments: Instruments) -> tuple[Timing, Timing] | None:
-    """Time the example call through the plan of exactly its sizes, and through what serves its sizes in a range."""
+def exact_and_general(fused: FusedModel, loaded: LoadedWorkload, instruments: Instruments) -> tuple[Timing, Timing, bool] | None:
+    """Time the example call through the plan of exactly its sizes, and through what serves its sizes in a range.
+
+    Args:
+        fused: the model.
+        loaded: the model and the call.
+        instruments: measure.
+
+    Returns:
+        Both times, and whether both are replays of CUDA graphs where these serve such calls; None where no range serves the call.
+    """
     piece = next((found for found in (table.find(loaded.args, loaded.kwargs) for table in fused.shapes) if found), "")
     if isinstance(piece, str) or not fused.is_applied:
         return None
-    graphs = fused.graphs
+    graphs, ways = fused.graphs, [fused.exact_call, piece.call]
     was_on = graphs is not None and graphs.is_on
+    # What a call passes beside tensors belongs to its recording, and is known of served calls alone.
+    is_replayed = was_on and not [*objects_in((loaded.args, loaded.kwargs))]
+    if graphs is not None and is_replayed:
+        leaves: list[torch.Tensor] = []
+        signature(loaded.args, loaded.kwargs, leaves)
+        ways = [functools.partial(_through, graphs, way, leaves) for way in ways]
     try:
         if graphs is not None:
-            graphs.is_on = False
-        ways = [fused.exact_call, piece.call]
+            graphs.is_on = is_replayed
         on_cuda = loaded.record.device.startswith("cuda")
         exact, general = time_calls(ways, loaded.args, loaded.kwargs, instruments, on_cuda=on_cuda)
     finally:
         if graphs is not None:
             graphs.is_on = was_on
-    return exact, general
+            graphs.forget()  # calls of these sizes run the exact plan: the other recording would hold memory for nothing
+    return exact, general, is_replayed
+
+
+def _through(graphs: Graphs, way: Callable[..., Any], leaves: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Make a call as a served one, which is recorded at its second use."""
+    return graphs.run(way, leaves, lambda: way(*args, **kwargs))
 
 
 def _serving_points(row: ShapePiece) -> list[ShapePoint]:

@@ -108,8 +108,10 @@ class ShapeRanges:
     """By path of each tensor the names of its dims; empty names are fixed dims."""
     pieces: tuple[ShapePiece, ...]
     exact: Timing | None = None
-    """The example call through the plan of exactly its sizes, launch by launch; None where its sizes lie in no piece."""
+    """The example call through the plan of exactly its sizes; None where its sizes lie in no piece."""
     general: Timing | None = None
     """The same call through what serves its sizes in the ranges."""
+    is_replayed: bool = False
+    """Both ran in CUDA graphs, as far as such calls do; else launch by launch."""
     seconds: float = 0.0
     """What tracing, deciding and building took."""

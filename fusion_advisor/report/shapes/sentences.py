@@ -130,8 +130,9 @@ def general_line(shapes: ShapeRanges) -> str:
     found = compare_rounds(shapes.general.times_ns, shapes.exact.times_ns)
     general, exact = units.duration(shapes.general.median_ns), units.duration(shapes.exact.median_ns)
     spread = units.speedup_interval(found.ratio_low, found.ratio_high)
+    how = "In CUDA graphs" if shapes.is_replayed else "Launch by launch"
     return (
-        f"At the example's sizes the plan of the range takes {general} and the plan of exactly these sizes {exact}: "
+        f"{how}, at the example's sizes the plan of the range takes {general} and the plan of exactly these sizes {exact}: "
         f"{units.speedup(found.ratio)} as long {spread}. Calls of these sizes run the latter."
     )
 

@@ -10,10 +10,11 @@ from transformers import DynamicCache
 
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.cpp.backend import find_compiler
-from fusion_advisor.fuse.apply_shapes import check_ranges, serve_shapes
+from fusion_advisor.fuse.apply_shapes import check_ranges, exact_and_general, serve_shapes
 from fusion_advisor.fuse.cuda_graph import tail
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import MOST_BYTES, Graphs
+from fusion_advisor.fuse.decide.instruments import MEASURED
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -340,6 +341,19 @@ def test_the_graph_of_the_verified_sizes_is_not_counted():
         recorder.held = 1 << 30
         uses(fused, 5, 1)
         assert len(fused.graphs.recordings) == 1
+
+
+def test_a_range_is_timed_against_the_exact_plan_as_calls_run():
+    with torch.no_grad():
+        fused, recorder = ranged()
+        loaded = describe_live(fused.model, (torch.randn(5, 32),), {})
+        exact, general, is_replayed = exact_and_general(fused, loaded, MEASURED)
+        assert is_replayed and exact.times_ns and general.times_ns
+        assert recorder.recorded == 2 and recorder.replayed >= len(exact.times_ns) + len(general.times_ns)
+        assert fused.graphs.recordings == () and fused.graphs.is_on
+        fused.graphs.is_on = False
+        assert exact_and_general(fused, loaded, MEASURED)[2] is False
+        assert recorder.recorded == 2 and not fused.graphs.is_on
 
 
 class WrittenOut(torch.nn.Module):

@@ -22,6 +22,9 @@ def test_what_a_range_costs_at_the_examples_sizes_is_said() -> None:
     assert sentences.general_line(shapes()) == ""
     pair = point(2, 2, 1_000_000, 1_100_000)
     line = sentences.general_line(replace(shapes(), exact=pair.eager, general=pair.ours))
+    assert line.startswith("Launch by launch, at the example's sizes")
+    replays = sentences.general_line(replace(shapes(), exact=pair.eager, general=pair.ours, is_replayed=True))
+    assert replays.startswith("In CUDA graphs, at")
     assert "the plan of the range takes 1.10 ms and the plan of exactly these sizes 1.00 ms: 1.10× as long" in line
     assert sentences.general_line(replace(shapes(), exact=pair.eager)) == ""
 
