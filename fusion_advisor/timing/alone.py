@@ -2,7 +2,8 @@
 
 Runs that name one folder in ``FA_ALONE`` take turns while they time. The folder has a file ``lock``, and a file for
 each run that is named by its process group. Who times holds the lock and stops the other groups, compilers among them; between
-its measurements all of them work. ``tools/lanes.py`` starts runs so.
+its measurements all of them work. ``tools/lanes.py`` starts runs so. A run of several ranks cannot be one of them: ranks time
+together, and one would wait for the lock of another.
 """
 
 from __future__ import annotations
