@@ -92,7 +92,7 @@ def apply(
 
     Raises:
         CannotCapture: dynamo captured no graph of the model.
-        ModelInTraining: the model, or a dropout in it, is in ``train()`` mode.
+        ModelInTraining, AutocastAround: the model, or a dropout in it, is in ``train()`` mode; autocast is on around this call.
         NotTrainable: for ``phase="train"``, no output depends on a parameter, or the step raises.
         UsageError: an option that the phase cannot serve, or with a value out of its range.
         TypeError: an option that does not exist, options together with a plan, a plan for ``phase="train"``, another phase, or an

@@ -54,6 +54,7 @@ from fusion_advisor.errors.model import (
 )
 from fusion_advisor.errors.ranks import NotUnderTorchrun, RankFailed, RanksDiffer, UnsupportedPlan
 from fusion_advisor.errors.step import (
+    AutocastAround,
     BadFactory,
     BadInputFunction,
     CannotCapture,
@@ -76,6 +77,7 @@ from fusion_advisor.errors.usage import BadConfig, UnknownCode, UsageError
 
 __all__ = [
     "AdvisorError",
+    "AutocastAround",
     "BadConfig",
     "BadFactory",
     "BadInputFunction",

@@ -164,3 +164,12 @@ class NoSecondDerivative(AdvisorError, RuntimeError):
         "call `fused.revert()` before such a step and `fused.apply()` after it, or call the model that torch.compile was given"
     )
     exit_code = 4
+
+
+class AutocastAround(AdvisorError):
+    """apply was called for inference while autocast was on."""
+
+    code = "FA319"
+    message = "autocast is on around this call of apply, and every call of `{model_id}` in it would run its original ops"
+    hint = "enter torch.autocast in the model's forward, where it is followed, or call apply and the model outside of it"
+    exit_code = 2

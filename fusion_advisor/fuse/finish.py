@@ -32,7 +32,13 @@ from fusion_advisor.fuse.rewrite.collective_kernels import ALL_REDUCE_NORM
 from fusion_advisor.fuse.rewrite.collective_kernels import TITLES as SUM_TITLES
 from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS, TITLE
-from fusion_advisor.fuse.whole_model_gate import comparable_device_ns, shortfall, why_nothing_stays, why_parts_do_not_pay
+from fusion_advisor.fuse.whole_model_gate import (
+    comparable_device_ns,
+    given_back,
+    shortfall,
+    why_nothing_stays,
+    why_parts_do_not_pay,
+)
 from fusion_advisor.records import EAGER, OURS, Capture, ModelCheck, Report, Status, StepProfile
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.load import LoadedWorkload
@@ -249,7 +255,7 @@ def concluded(installed: Installed, measured: Measured) -> AppliedRun:
     """
     job, fused, report = installed.job, installed.fused, installed.report
     before, after = (profile_of(measured.baselines, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
-    refusal = _refusal(installed, measured, before, after)
+    refusal, status = _refusal(installed, measured, before, after)
     runs = job.bench.live.runs_of_regions()
     fallbacks = [f"the fused model ran its original ops: {reason}" for reason in fused.fallbacks]
     decision = installed.kept.decision
@@ -270,7 +276,7 @@ def concluded(installed: Installed, measured: Measured) -> AppliedRun:
     )
     if refusal is not None:
         job.progress.warn(refusal)
-        final = reverted(final, refusal)
+        final = reverted(final, refusal, status)
     if refusal is None and not job.options.dry_run:
         fused.apply()
     else:
@@ -281,8 +287,8 @@ def concluded(installed: Installed, measured: Measured) -> AppliedRun:
     return AppliedRun(fused=fused, report=final, capture=job.capture)
 
 
-def _refusal(installed: Installed, measured: Measured, before: StepProfile, after: StepProfile) -> str | None:
-    """Say why nothing may stay in the model; None where it may."""
+def _refusal(installed: Installed, measured: Measured, before: StepProfile, after: StepProfile) -> tuple[str | None, Status]:
+    """Say why nothing may stay in the model, or None where it may, and the verdict that it is on each rewrite."""
     options, bench = installed.job.options, installed.job.bench
     assert before.wall is not None and after.wall is not None
     device_ns = comparable_device_ns(before, after)
@@ -298,8 +304,8 @@ def _refusal(installed: Installed, measured: Measured, before: StepProfile, afte
         captured=None if measured.check.is_passed else _check_of_capture(installed),
     )
     if refusal is None and options.is_timed and not bench.live.is_whole():
-        refusal = why_parts_do_not_pay(installed.kept.decision, before.wall, after.wall, options.confidence)
-    return refusal
+        return why_parts_do_not_pay(installed.kept.decision, before.wall, after.wall, options.confidence), Status.WITHIN_NOISE
+    return refusal, given_back(measured.check)
 
 
 def _check_of_capture(installed: Installed) -> ModelCheck:

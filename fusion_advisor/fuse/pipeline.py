@@ -21,7 +21,7 @@ from fusion_advisor.capture.profile import profile_model
 from fusion_advisor.capture.unchanged_step import KNOWN_TO, Measurement
 from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.codegen.cpp.backend import find_compiler
-from fusion_advisor.errors import ModelInTraining, NoCompiler, NoTensorOutput
+from fusion_advisor.errors import NoCompiler, NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.apply_again import apply_again, memory_of
 from fusion_advisor.fuse.apply_shapes import check_ranges, with_shapes
@@ -37,7 +37,7 @@ from fusion_advisor.fuse.installed import LAST_STAGE, LastStage
 from fusion_advisor.fuse.layouts.fused_trial import second_look
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import named_tensors
-from fusion_advisor.fuse.live.module_guard import is_training
+from fusion_advisor.fuse.live.module_guard import refuse_in_vain
 from fusion_advisor.fuse.method_notes import which_step, written_notes
 from fusion_advisor.fuse.passes.layout_copies import LAYOUTS
 from fusion_advisor.fuse.passes.registry import REWRITES
@@ -102,6 +102,7 @@ def apply_workload(
     Raises:
         NoTensorOutput: no number shows whether a fused call is right.
         ModelInTraining: in which every call would run the original ops.
+        AutocastAround: the same.
         NoCompiler: on a CPU, where every kernel is C++.
         CannotCapture: dynamo captured nothing.
         OutOfMemory: with what to try instead.
@@ -190,10 +191,7 @@ def _apply(
 
 def _refuse_unready(loaded: LoadedWorkload) -> None:
     """Refuse, ahead of any work, a model or a machine on which nothing could be kept."""
-    if is_training(loaded.model):
-        has_own = "eval" in vars(loaded.model)  # of torch.export: it raises
-        switch = "set model.training = False (an exported module has no eval())" if has_own else "call model.eval()"
-        raise ModelInTraining(model_id=loaded.record.model_id, switch=switch)
+    refuse_in_vain(loaded.model, loaded.record.model_id)
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
 

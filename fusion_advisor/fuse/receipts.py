@@ -40,17 +40,18 @@ def with_kernels(row: GraphRewrite, variant: Variant) -> GraphRewrite:
     return replace(row, rendered=tuple(replace(kernel, path=f"kernels/{row.id}_{kernel.path}") for kernel in made))
 
 
-def reverted(report: Report, reason: str) -> Report:
+def reverted(report: Report, reason: str, status: Status = Status.NOT_REPLACED) -> Report:
     """Return a report of which nothing stays in the model after all.
 
     Args:
         report: of what was kept.
         reason: a sentence, which becomes a warning too.
+        status: of all that was kept.
     """
     return replace(
         report,
-        fusions=tuple(reverted_fusion(fusion, reason) for fusion in report.fusions),
-        rewrites=tuple(reverted_rewrite(rewrite, reason) for rewrite in report.rewrites),
+        fusions=tuple(reverted_fusion(fusion, reason, status) for fusion in report.fusions),
+        rewrites=tuple(reverted_rewrite(rewrite, reason, status) for rewrite in report.rewrites),
         frozen=(),
         warnings=(*report.warnings, reason),
     )

@@ -6,7 +6,7 @@ import math
 
 from fusion_advisor import units
 from fusion_advisor.fuse.decide.keep_rule import Decision
-from fusion_advisor.records import ModelCheck, OpClass, StepProfile, Timing
+from fusion_advisor.records import ModelCheck, OpClass, Status, StepProfile, Timing
 from fusion_advisor.timing import interleaving
 
 _CAPTURED_OTHERWISE = (
@@ -74,6 +74,15 @@ def why_nothing_stays(
     if wall_after.ci_low_ns > wall_before.ci_high_ns:
         return f"the step would rise {_from_to(wall_before.median_ns, wall_after.median_ns)}: everything was reverted"
     return None
+
+
+def given_back(check: ModelCheck | None) -> Status:
+    """Return the verdict on each rewrite of a step that the gate gave back: slower, if its numbers passed.
+
+    Args:
+        check: of the whole model. Where it failed, nothing says which rewrite it was.
+    """
+    return Status.SLOWER if check is None or check.is_passed else Status.NOT_REPLACED
 
 
 def _from_to(before_ns: float, after_ns: float) -> str:

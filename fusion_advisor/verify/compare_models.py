@@ -184,7 +184,7 @@ def _floating_outputs(
     for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True):
         if not ours.is_floating_point():
             continue
-        parts = parted(ours, theirs, truth)
+        parts = parted(*map(_comparable, (ours, theirs, truth)))
         rows = [(name, parts.whole, parts.numbers)]
         rows += [(f"{name} {_FILLED}", parts.fills, parts.fills)] if parts.fills is not None else []
         for title, (mine, eagers, true), numbers in rows:
@@ -204,6 +204,11 @@ def _floating_outputs(
                 )
             )
     return found
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that torch compares: floats of 8 bits have no order in it, and bfloat16 holds each of their numbers."""
+    return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor
 
 
 def _between(ours: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor) -> Error:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion_advisor
-from fusion_advisor.errors import CannotCapture, ModelInTraining, PlanMismatch
+from fusion_advisor.errors import AutocastAround, CannotCapture, ModelInTraining, PlanMismatch
 from fusion_advisor.fuse.plan.options import Budgets
 from fusion_advisor.records import Status
 from tests.tiny import BANDWIDTH, Toy, toy
@@ -145,6 +145,16 @@ def test_a_model_in_train_mode_is_not_fused_in_vain():
     with pytest.raises(ModelInTraining):
         fusion_advisor.apply(dropout, x, **QUICK)
     assert fusion_advisor.profile(model.train(), x, **QUICK).status == "profiled"
+
+
+def test_a_model_under_autocast_is_not_fused_in_vain():
+    model, (x,) = toy()
+    model.eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(AutocastAround, match="autocast is on around this call of apply"):
+            fusion_advisor.apply(model, x, **QUICK)
+        assert "_compiled_call_impl" not in model.__dict__
+        assert fusion_advisor.profile(model, x, **QUICK).status == "profiled"
 
 
 def test_options_beside_a_plan_are_refused(tmp_path):

@@ -344,6 +344,9 @@ def test_a_slower_step_reverts_everything(loaded, quick):
     report = apply_workload(loaded, quick, instruments=verdicts(keep_all, walls=walls_of(TIMING, slower))).report
     assert loaded.model.__dict__ == before
     assert all("would rise" in fusion.reason for fusion in report.fusions)
+    assert {fusion.status for fusion in report.fusions} == {
+        Status.SLOWER
+    }  # and no bug, as `--strict` takes a fusion without a site
 
 
 def test_a_dry_run_builds_and_checks_and_times_no_step(loaded, quick):
@@ -446,6 +449,7 @@ def test_what_pays_in_the_graphs_stays_only_if_the_whole_call_pays(quick, after,
     assert any("1 graph break: the verdict on a rewrite is of the captured graphs alone" in line for line in caveats(report))
     if not stays:
         assert all("does not measurably pay" in fusion.reason for fusion in report.fusions)
+        assert {fusion.status for fusion in report.fusions} == {Status.WITHIN_NOISE}
 
 
 def test_a_value_is_folded_only_where_all_runs_of_a_graph_share_its_source():

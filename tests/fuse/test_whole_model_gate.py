@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.fuse.whole_model_gate import comparable_device_ns, shortfall, why_nothing_stays
-from fusion_advisor.records import ModelCheck, StepProfile
+from fusion_advisor.fuse.whole_model_gate import comparable_device_ns, given_back, shortfall, why_nothing_stays
+from fusion_advisor.records import ModelCheck, Status, StepProfile
 from fusion_advisor.timing.wall_timer import as_timing
 from fusion_advisor.verify.compare_models import check_model
 
@@ -86,3 +86,8 @@ def test_a_capture_that_differs_from_the_model_is_named():
     refusal = refusal_of(checked(off=0.02), checked(off=0.01))
     assert refusal.startswith("dynamo's capture computes other numbers") and "'b.0' is 0.01 off" in refusal
     assert refusal_of(checked(off=0.02), checked()).startswith("the whole model's numbers do not pass ('b.0' is 0.02 off")
+
+
+def test_what_was_given_back_is_slower_unless_its_numbers_failed():
+    assert given_back(checked()) is given_back(None) is Status.SLOWER
+    assert given_back(checked(spoilt=3)) is Status.NOT_REPLACED

@@ -155,3 +155,12 @@ def test_where_eager_has_no_digit_right_its_noise_is_the_limit_eight_times():
 
     assert found(7).is_passed and "no digit right" in found(7).limit
     assert not found(9).is_passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_floats_of_eight_bits_are_compared_like_others(dtype):
+    rounded = LOGITS.to(dtype)
+    other = LOGITS.roll(1, -1)
+    for oracle, name in ((LOGITS, "float32 copy"), (rounded, "eager")):
+        assert check_model([("codes", rounded)], [("codes", rounded)], [("codes", oracle)], name).is_passed
+        assert not check_model([("codes", other.to(dtype))], [("codes", rounded)], [("codes", oracle)], name).is_passed

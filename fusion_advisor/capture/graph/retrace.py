@@ -86,17 +86,21 @@ _LAYOUT_IN_PLACE: dict[Any, Any] = {
 """Ops that write no memory but give a tensor other sizes and strides, or no gradient, and the views that say the same."""
 
 
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
 class NotTraced(Exception):
     """A graph reads what tracing computed without a trace of how; the text says where."""
 
 
 def _refuse_untraced(graph_module: GraphModule) -> None:
-    """Refuse a graph that holds tensors without numbers: what was computed under a transform was taken for constants.
+    """Refuse a graph with tensors of another kind than its ops say.
 
-    What no output and no write comes from may stay.
+    What was computed under a transform of torch.func was taken for constants, which have no numbers. A quantized tensor was taken
+    for the floats that it stands for. What no output and no write comes from may stay.
 
     Raises:
-        NotTraced: with the line that reads one.
+        NotTraced: with the line that reads or makes one.
     """
     needed: set[Node] = set()
     for node in reversed(graph_module.graph.nodes):
@@ -105,10 +109,14 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if node in needed and node.op == "get_attr" and fake_mode.has_no_numbers(getattr(graph_module, str(node.target), None)):
             reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
-            file, line, _ = source_of(reader)
-            where = f" ({file}:{line})" if file else ""
-            detail = "reads what a transform of torch.func computes: tracing does not follow it"
-            raise NotTraced(f"`{reader.name}`{where} {detail}")
+            raise _not_traced(reader, "reads what a transform of torch.func computes: tracing does not follow it")
+        if node in needed and any(isinstance(value, torch.dtype) and value in _QUANTIZED for value in node.args):
+            raise _not_traced(node, "makes a quantized tensor: tracing takes it for floats")
+
+
+def _not_traced(node: Node, detail: str) -> NotTraced:
+    file, line, _ = source_of(node)
+    return NotTraced(f"`{node.name}`{f' ({file}:{line})' if file else ''} {detail}")
 
 
 def give_results_of_eager(graph_module: GraphModule) -> None:

@@ -191,7 +191,7 @@ def capture_regions(
         live = captured()
     if not live.regions:
         own = next((one.reason for one in live.breaks if one.reason in (OWN_GRADIENTS, OWN_SIZES)), None)
-        raise CannotCapture(model_id=model_id, detail=own or _NO_GRAPH)
+        raise CannotCapture(model_id=model_id, detail=own or _why_no_graph(live, lambda: original(*args, **kwargs)))
     known = _known_tensors(model, args, kwargs)
     for place, region in enumerate(live.regions):
         mine = [run.args for run in live.runs if run.place == place]
@@ -200,7 +200,13 @@ def capture_regions(
     return live
 
 
-_NO_GRAPH = "dynamo ran it op by op; every frame was skipped or broke at its first op"
+def _why_no_graph(live: LiveCapture, call: Callable[[], Any]) -> str:
+    with torch.no_grad(), dispatcher.OpLog() as log:
+        call()
+    live.written.rewind()
+    return "dynamo ran it op by op; every frame was skipped or broke at its first op" if log.seen else "its call runs no op"
+
+
 _DOUBLE_BACKWARD = (
     "its step differentiates a gradient (create_graph=True), and a compiled backward pass has no gradient of its own"
 )

@@ -50,6 +50,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA311": {"model_id": "model.py:make", "detail": "no output depends on a parameter that requires gradients"},
     "FA313": {"model_id": "MyModel", "switch": "call model.eval()"},
     "FA315": {"model_id": "MyModel"},
+    "FA319": {"model_id": "MyModel"},
     "FA316": {
         "model_id": "MyModel",
         "name": "seq",

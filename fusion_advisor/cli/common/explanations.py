@@ -121,6 +121,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "their own. torch.compile's steps have none either. A gradient penalty, a Hessian or an optimizer that asks for second "
         "derivatives needs the model's own ops.",
     ),
+    "FA319": (
+        "Autocast chooses the dtype of each op, so kernels that fit one autocast are wrong under another. Kernels for inference "
+        "run only where autocast is off around the call. One that the model's forward enters is part of its graph and is fused. "
+        'With phase="train" the step is fused under the autocast of its own call.',
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. The inputs may not fit "

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.errors import AutocastAround, ModelInTraining
 from fusion_advisor.fuse.direct import words
 from fusion_advisor.fuse.direct.code_guard import WatchedCode
 from fusion_advisor.fuse.direct.words import Words
 from fusion_advisor.runtime.output_hooks import collectors_of, is_collecting
-from fusion_advisor.runtime.torch_internals import module_call
+from fusion_advisor.runtime.torch_internals import dispatcher, module_call
 
 TRAINING = "the model is in train() mode"
 _HOOK = "a hook was added or removed after the model was verified"
@@ -124,9 +125,23 @@ def _in_one_alone(table: dict[int, Any], then: dict[int, Any]) -> list[Any]:
     return [hook for one in (table, then) for key, hook in one.items() if key not in stayed]
 
 
-def is_training(model: torch.nn.Module) -> bool:
-    """Whether a model, or a dropout in it, is in train() mode: its calls then run the original ops."""
-    return model.training or any(module.training for module in _dropouts(model))
+def refuse_in_vain(model: torch.nn.Module, model_id: str) -> None:
+    """Refuse to fuse a model for inference where each of its calls would run the original ops.
+
+    Args:
+        model: as it is called.
+        model_id: for the error's message.
+
+    Raises:
+        ModelInTraining: the model, or a dropout in it, is in train() mode.
+        AutocastAround: autocast is on.
+    """
+    if model.training or any(module.training for module in _dropouts(model)):
+        has_own = "eval" in vars(model)  # of torch.export: it raises
+        switch = "set model.training = False (an exported module has no eval())" if has_own else "call model.eval()"
+        raise ModelInTraining(model_id=model_id, switch=switch)
+    if dispatcher.is_autocast_on():
+        raise AutocastAround(model_id=model_id)
 
 
 def _dropouts(model: torch.nn.Module) -> list[torch.nn.Dropout]:

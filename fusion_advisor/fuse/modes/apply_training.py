@@ -56,7 +56,7 @@ from fusion_advisor.fuse.train import step_parts
 from fusion_advisor.fuse.train.journal import Entry, Journal
 from fusion_advisor.fuse.train.trained_graph import TrainedGraph
 from fusion_advisor.fuse.train.trained_model import TrainedModel
-from fusion_advisor.fuse.whole_model_gate import why_nothing_stays
+from fusion_advisor.fuse.whole_model_gate import given_back, why_nothing_stays
 from fusion_advisor.records import EAGER, OURS, Baseline, Capture, Finding, Report, Status, Training
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.workload.load import LoadedWorkload
@@ -309,7 +309,7 @@ def _concluded(
     )  # fmt: skip
     if refusal is None:
         return final, ""
-    dropped = replace(reverted(final, refusal), after=replace(before, label=UNCHANGED))
+    dropped = replace(reverted(final, refusal, given_back(report.model_check)), after=replace(before, label=UNCHANGED))
     return (dropped if final.training is None else replace(dropped, training=final.training.eager_alone())), refusal
 
 

@@ -59,6 +59,15 @@ def test_what_a_transform_computes_after_its_end_is_refused_and_never_taken_for_
         capture_regions(Calling(function), (torch.randn(2, 8, 4),), {})
 
 
+def test_a_graph_with_a_quantized_tensor_is_refused_and_its_codes_are_never_taken_for_floats():
+    def rounded(x):
+        return torch.nn.functional.gelu(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize()) * 2
+
+    own = r"test_retrace\.py:\d+\) makes a quantized tensor: tracing takes it for floats"
+    with pytest.raises(CannotCapture, match=own if torch.__version__ >= "2.12" else "op by op"):  # dynamo 2.11 traces none
+        capture_regions(Calling(rounded), (torch.randn(2, 8, 4),), {})
+
+
 class Averaging(torch.nn.Module):
     """Moves a buffer by its data, as codebooks do (VQ-VAE)."""
 

@@ -168,8 +168,14 @@ class Skipped(torch.nn.Module):
 
 
 def test_a_model_that_dynamo_skips_is_refused_by_name():
-    with pytest.raises(CannotCapture, match="mymodel"):
+    with pytest.raises(CannotCapture, match=r"`mymodel` .* op by op"):
         capture_regions(Skipped(), (torch.randn(3),), {}, model_id="mymodel")
+
+
+@pytest.mark.parametrize("model", [torch.nn.Identity(), torch.nn.Sequential()])
+def test_a_call_without_an_op_is_told_from_one_that_dynamo_does_not_follow(model):
+    with pytest.raises(CannotCapture, match=r"`model` could not be captured: its call runs no op$"):
+        capture_regions(model, (torch.ones(3),), {})
 
 
 def forward(net, x):
