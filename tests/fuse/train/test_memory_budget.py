@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.loss.budget import MEMORY_BUDGET, row_of_budget
@@ -72,6 +73,38 @@ def test_dropout_is_not_drawn_again(budget):
         draws = sum(str(node.target) == "aten.native_dropout.default" for node in half.graph.graph.nodes)
         assert draws in (0, 4)
     assert sum(fx_trace.draws_numbers(half.graph) for half in graph.halves) == 1
+
+
+class Counted(nn.Module):
+    """Norms of batches, and a table that moves on after it has been read."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv1d(8, 8, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(3))
+        self.register_buffer("table", torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            shares = torch.sigmoid(x.detach() @ self.table.t())
+            x = functional.silu(norm(layer(x))) * shares
+        with torch.no_grad():
+            self.table.mul_(0.9)
+        return x
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_what_the_step_writes_over_is_not_read_again(budget):
+    torch.manual_seed(0)
+    model, backend = Counted(), Backend(replace(BUDGET, memory_budget=budget))
+    plain, compiled, x = copy.deepcopy(model), torch.compile(model, backend=backend, dynamic=False), torch.randn(4, 8, WIDTH)
+    for _ in range(3):
+        step(compiled, x)
+        step(plain, x)
+    compare(gradients(model), gradients(plain))
+    compare(dict(model.named_buffers()), dict(plain.named_buffers()))
+    (row,) = backend.graphs[0].outcome.step_rows
+    assert backend.graphs[0].is_rewritten and row.status is Status.KEPT
 
 
 def test_what_is_no_share_is_refused():
