@@ -116,6 +116,33 @@ def test_what_is_no_share_is_refused():
     check_options_of_other_phases(ApplyOptions())
 
 
+class Adapted(nn.Module):
+    """A frozen layer with an adapter: under a budget the adapted weight is made again, and with it the peak is higher."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(4, WIDTH)), nn.Parameter(torch.randn(2 * WIDTH, 4))
+
+    def forward(self, x):
+        return functional.gelu(functional.linear(self.norm(x), self.layer.weight + self.up @ self.down, self.layer.bias))
+
+
+def test_passes_with_a_higher_peak_do_not_stay():
+    ops = []
+    for options in (OPTIONS, replace(BUDGET, memory_budget=0.0)):
+        torch.manual_seed(0)
+        model, backend = Adapted(), Backend(options)
+        plain, x = copy.deepcopy(model), torch.randn(2, 4, WIDTH)
+        step(torch.compile(model, backend=backend, dynamic=False), x)
+        step(plain, x)
+        compare(gradients(model), gradients(plain))
+        (graph,) = backend.graphs
+        ops.append([[str(node.target) for node in half.graph.graph.nodes] for half in graph.halves])
+    row = next(one for one in graph.outcome.step_rows if one.id == MEMORY_BUDGET.id)
+    assert row.status is Status.NOT_REPLACED and graph.is_rewritten and ops[0] == ops[1]
+
+
 def test_a_budget_that_lowers_nothing_says_so():
     row = row_of_budget(0.9, 1000, 1000)
     assert row.status is Status.NOT_REPLACED and "does not lower the step's peak" in row.reason and row.saved_bytes == 0
