@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fusion_advisor.capture.graph.side_effects import small_parameters_kept
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.trace.events import MODULE_RANGE, Event, Trace
+from fusion_advisor.capture.written_parameters import parameters_kept
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.records import ModuleTime, Training
 from fusion_advisor.runtime.call_tensors import tensors_in
@@ -130,7 +130,7 @@ def _ended(one: torch.Tensor) -> torch.Tensor:
 def in_training(model: torch.nn.Module) -> Iterator[None]:
     """Switch a model to ``train()`` inside; modes, buffers and gradients are put back after, as the steps have changed them.
 
-    So are small parameters that the forward pass itself writes to (an ActNorm's first call, a clipped weight).
+    So are parameters that the forward pass itself writes to (:func:`parameters_kept`).
     The parts of a model that is in ``train()`` mode already keep their modes: a frozen batch norm stays in ``eval()``. Hooks on
     the gradients of parameters are not called: an optimizer that steps in the backward pass would train the model meanwhile.
     """
@@ -140,7 +140,7 @@ def in_training(model: torch.nn.Module) -> Iterator[None]:
     if not model.training:
         model.train()
     try:
-        with small_parameters_kept(model), hooks_on_leaves_paused(list(model.parameters())):
+        with parameters_kept(model), hooks_on_leaves_paused(list(model.parameters())):
             yield
     finally:
         for module, was_training in modes:

@@ -118,7 +118,7 @@ def written_by(
         if _layouts(args, kwargs) != layouts:
             raise NotRepeatable(model_id=model_id)
         call()
-        if all(_holds(tensor, after[name]) for name, tensor in written.tensors.items()):
+        if all(holds(tensor, after[name]) for name, tensor in written.tensors.items()):
             break
     written.rewind()
     return written
@@ -139,13 +139,13 @@ def _written_by_first_call(
     try:
         call()
     except BaseException:
-        changed = [name for name, tensor in found.items() if not _holds(tensor, copies[name])]
+        changed = [name for name, tensor in found.items() if not holds(tensor, copies[name])]
         aten_ops.copy_all([found[name] for name in changed], [copies[name] for name in changed])
         raise
     if [tensor._version for tensor in large] != versions:
         raise NotRepeatable(model_id=model_id)
     written = Written(attributes=[change for owner, earlier in attributes for change in _changes(owner, earlier)])
-    written.tensors = {name: tensor for name, tensor in found.items() if not _holds(tensor, copies[name])}
+    written.tensors = {name: tensor for name, tensor in found.items() if not holds(tensor, copies[name])}
     written.made = tuple(name for name, tensor in arguments(args, kwargs).items() if tensor is not found.get(name))
     written.before = {name: copies[name] for name in written.tensors}
     return written
@@ -308,7 +308,7 @@ def kept_as_it_is(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Ma
         now = module_call.call_slots(model)
         before.restore()
         with torch.no_grad():
-            changed = [pair for pair in zip(small, copies, strict=True) if not _holds(*pair)]
+            changed = [pair for pair in zip(small, copies, strict=True) if not holds(*pair)]
             aten_ops.copy_all([tensor for tensor, _ in changed], [copy for _, copy in changed])
         if now != slots:  # a fused call was put in, which is to stay
             module_call.fill_call_slots(model, now)
@@ -328,26 +328,17 @@ def arguments_kept(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator
         yield
     finally:
         with torch.no_grad():
-            changed = [pair for pair in zip(kept, copies, strict=True) if not _holds(*pair)]
+            changed = [pair for pair in zip(kept, copies, strict=True) if not holds(*pair)]
             aten_ops.copy_all([one.detach() for one, _ in changed], [copy for _, copy in changed])
 
 
-@contextmanager
-def small_parameters_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Put back what small parameters hold when the context ends; those that nothing was written to are not touched."""
-    small = [parameter for parameter in model.parameters() if _is_small(parameter)]
-    copies = [parameter.detach().clone() for parameter in small]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, copy in zip(small, copies, strict=True):
-                if not _holds(parameter, copy):
-                    parameter.copy_(copy)
+def holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a tensor holds what it did; a NaN that stayed is no change.
 
-
-def _holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a tensor holds what it did; a NaN that stayed is no change."""
+    Args:
+        tensor: as it is now.
+        copy: of it, from before, on the same device.
+    """
     if torch.equal(tensor, copy):
         return True
     if not (tensor.is_floating_point() or tensor.is_complex()):

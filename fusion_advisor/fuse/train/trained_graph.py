@@ -279,6 +279,8 @@ class TrainedGraph:
         if self._budget < 1:
             peaks = self._plain.peak_bytes(lambda _: 0), self._base.peak_bytes(lambda _: 0)
             rows = (*rows, row_of_budget(self._budget, *peaks))
+            if rows[-1].status is not Status.KEPT and self._passes is self._base:
+                self._passes = self._base = self._plain
         step = comparison.step(args)
         self._began_s = self._seconds()
         self._passes.optimise(lambda: step.run(self._joint))
@@ -292,7 +294,8 @@ class TrainedGraph:
         if not is_lighter and not any(half.is_changed for half in self.halves):
             return Outcome(NOTHING, step_rows=rows)
         reason, found = comparison.checked(step, self._joint)
-        if reason or not self._options.is_timed or self._budget < 1:  # whoever asks for a budget pays for it with time
+        pays_with_time = self._budget < 1 and is_lighter  # whoever asks for a budget does
+        if reason or not self._options.is_timed or pays_with_time:
             return Outcome(reason, found, rows)
         change = comparison.timed(step, self._own, self._joint)
         if row is not None and row.status is Status.KEPT:  # it stays for its memory, unless that costs time

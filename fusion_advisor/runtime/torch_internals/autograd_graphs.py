@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -193,14 +193,16 @@ def _partitioned(
 ) -> tuple[GraphModule, GraphModule]:  # fmt: skip
     """Part a joint graph in two; under a checkpoint or a budget too, what may be random is kept and not computed again.
 
-    Under a budget torch would draw a dropout's numbers again, other ones.
+    Under a budget torch would draw a dropout's numbers again, other ones. And it would read the running mean of a batch norm
+    again, which has been written by then.
 
     Torch would keep the generator's state for it, a tensor of unknown size, and run it again by an op that takes the state. Such
     an op is attention, whatever it drops: of each layer its result and one number a row are kept.
     """
+    read_once = _of_written_inputs(joint) if is_budgeted else set()
     for node in joint.graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if is_random and (node.meta.pop("recompute", None) is not None or is_budgeted):
+        if (is_random or node in read_once) and (node.meta.pop("recompute", None) is not None or is_budgeted):
             parts = [user for user in node.users if user.target is operator.getitem]
             for kept in [*parts, node] if is_budgeted else parts or [node]:
                 kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -215,6 +217,27 @@ def _partitioned(
     return forward, backward
 
 
+def _of_written_inputs(joint: GraphModule) -> set[Node]:
+    """Return what a joint graph computes straight from inputs that hold other numbers once the forward pass is done."""
+    given = {node.meta["desc"]: node for node in joint.graph.find_nodes(op="placeholder") if "desc" in node.meta}
+    written, found = {given[kind.mutated_input] for _, kind in _writes(joint) if kind.mutated_input in given}, set[Node]()
+    for node in joint.graph.nodes:
+        if not written.isdisjoint(node.all_input_nodes):
+            returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+            (written if any(one.alias_info for one in returns) else found).add(node)
+    return found
+
+
+def _writes(joint: GraphModule) -> Iterator[tuple[Any, Any]]:
+    """Yield what a joint graph returns for its inputs to hold from then on, and torch's description of it."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    result = joint.graph.output_node()
+    results = result.args[0]
+    assert isinstance(results, tuple | list)
+    yield from (pair for pair in zip(results, result.meta["desc"], strict=True) if isinstance(pair[1], InputMutationAOTOutput))
+
+
 def writes_in_checkpoint(joint: GraphModule) -> bool:
     """Whether a checkpoint writes to an input of a joint graph, such as the running mean of a batch norm; call it in ``prepare``.
 
@@ -223,13 +246,7 @@ def writes_in_checkpoint(joint: GraphModule) -> bool:
     Args:
         joint: the graph of both passes.
     """
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-
-    result = joint.graph.output_node()
-    results, about = result.args[0], result.meta["desc"]
-    assert isinstance(results, tuple | list)
-    written = [one for one, kind in zip(results, about, strict=True) if isinstance(kind, InputMutationAOTOutput)]
-    return any(isinstance(one, Node) and "recompute" in one.meta for one in written)
+    return any(isinstance(one, Node) and "recompute" in one.meta for one, _ in _writes(joint))
 
 
 def _keep_input(forward: GraphModule, backward: GraphModule, name: str, outputs: int) -> None:

@@ -220,9 +220,33 @@ class Hooked(nn.Module):
         return self.second(x)
 
 
+class Continued(nn.Module):
+    """After a graph break it writes to what the graph before has computed."""
+
+    is_checkpointed = False
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = linear(), linear(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        x = self.norm(functional.silu(self.first(x)))
+        torch._dynamo.graph_break()
+        functional.relu(x[:, 1:].mul_(2), inplace=True)
+        x = self.second(x)
+        return checkpoint(self.last, x, use_reentrant=False) if self.is_checkpointed else self.last(x)
+
+    def last(self, x):
+        return functional.gelu(self.norm(x))
+
+
+class ContinuedInCheckpoint(Continued):
+    is_checkpointed = True
+
+
 SERVED = {
     LstmLoop: ROWS, OwnFunction: ROWS, TiedList: ROWS, GatheredLoss: ROWS, GroupedPictures: PICTURES, Bag: IDS, Dropped: ROWS,
-    Counting: ROWS, Islands: ROWS, Experts: ROWS, Written: ROWS, Hooked: ROWS,
+    Counting: ROWS, Islands: ROWS, Experts: ROWS, Written: ROWS, Hooked: ROWS, Continued: ROWS, ContinuedInCheckpoint: ROWS,
 }  # fmt: skip
 
 

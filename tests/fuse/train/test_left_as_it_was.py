@@ -81,6 +81,45 @@ def trained(model, steps=3):
     return {"x": x, **state, **{name: one.grad for name, one in model.named_parameters()}}
 
 
+class Followed(nn.Module):
+    """Its second encoder and its table are large, and are written to in the forward pass: one by ops, one by its data."""
+
+    def __init__(self, write="op"):
+        super().__init__()
+        self.block, self.write, self.words = Block(), write, nn.Embedding(4, 70_000, max_norm=0.5)
+        self.first, self.second = nn.Linear(WIDTH, 6000), nn.Linear(WIDTH, 6000).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, others in zip(self.second.parameters(), self.first.parameters(), strict=True):
+                if self.write == "op":
+                    mine.mul_(0.5).add_(others, alpha=0.5)
+                elif self.write == "data":
+                    mine.data.mul_(0.5).add_(others.data, alpha=0.5)
+                else:
+                    mine.data = mine.data * 0.5 + others.data * 0.5
+            target = self.second(x)
+        words = self.words(torch.arange(2, device=x.device))
+        return self.block(x), (self.first(x) - target).square().mean(), words.square().mean()
+
+
+@pytest.mark.parametrize("write", ["op", "data", "memory"])
+def test_large_parameters_that_the_forward_pass_writes_to_are_put_back(write):
+    model = Followed(write).train()
+    before, memory = copy.deepcopy(model.state_dict()), [one.data_ptr() for one in model.parameters()]
+    if write == "memory":  # dynamo traces no such write
+        with pytest.raises(CannotCapture):
+            applied(model, (batch(),))
+    else:
+        applied(model, (batch(),)).revert()
+    assert [one.data_ptr() for one in model.parameters()] == memory
+    for (name, one), other in zip(model.state_dict().items(), before.values(), strict=True):
+        assert torch.equal(one, other), name
+    model(batch())
+    assert not torch.equal(model.second.weight, before["second.weight"])
+    assert not torch.equal(model.words.weight, before["words.weight"])
+
+
 @pytest.mark.parametrize("kind", [Averaged, Forced, Scaling])
 def test_training_goes_on_as_if_nothing_had_been(kind):
     model = kind().train()

@@ -65,7 +65,7 @@ class TrainingStep:
         """
         step = cls(_unlike(names), tuple(args), (), written)
         with _same_numbers(args):
-            outputs = _with_gradient(_tensors(call(*step.leaves())))
+            outputs = _with_gradient(_tensors(call(*step.given(step.leaves()))))
         generators: dict[torch.device, torch.Generator] = {}
         without = {_name_of(place) for place in unasked}
         tangents: list[torch.Tensor | None] = []
@@ -98,6 +98,17 @@ class TrainingStep:
             found.append(own.requires_grad_(arg.requires_grad))
         return found
 
+    def given(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return what the graph is called with: autograd lets nobody write to a leaf, and it may write to an activation.
+
+        Args:
+            leaves: of :meth:`leaves`.
+        """
+        return [
+            leaf.clone() if place in self.written and leaf.requires_grad and not arg.is_leaf else leaf
+            for place, (arg, leaf) in enumerate(zip(self.args, leaves, strict=True))
+        ]
+
     def run(self, call: Call, *, wide: torch.dtype | None = None, seed: int | None = None, backward_passes: int = 1) -> Rows:
         """Run forward and backward once, with the random numbers of every other run.
 
@@ -114,7 +125,7 @@ class TrainingStep:
         with torch.enable_grad(), _same_numbers(self.args):
             if seed is not None:
                 torch.manual_seed(seed)
-            outputs = _tensors(call(*leaves))
+            outputs = _tensors(call(*self.given(leaves)))
             asked = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             pairs = zip(_with_gradient(outputs), self.tangents, strict=True)
             ends = [(out, widened(one, wide) if wide else one) for (_, out), one in pairs if one is not None]

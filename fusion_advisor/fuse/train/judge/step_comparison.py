@@ -18,6 +18,7 @@ from fusion_advisor.fuse.step_graph.step_graph import StepGraph
 from fusion_advisor.fuse.train.judge.gradients import LostGradient, Rows, TrainingStep, wide_run
 from fusion_advisor.fuse.train.passes.both_passes import BothPasses
 from fusion_advisor.records import ModelCheck
+from fusion_advisor.runtime.torch_internals import fake_mode
 from fusion_advisor.timing.paired import Comparison
 
 Call = Callable[..., Any]
@@ -53,7 +54,7 @@ class StepComparison:
         Args:
             args: the tensors of the call.
         """
-        written = frozenset() if self.traced is None else written_inputs(self.traced)
+        written = fake_mode.written_arguments(self.own, args) if self.traced is None else written_inputs(self.traced)
         return TrainingStep.of(self.own, self.names(args), args, self.plain.unasked, written)
 
     def checked(self, step: TrainingStep, joint: Call) -> tuple[str, ModelCheck | None]:
