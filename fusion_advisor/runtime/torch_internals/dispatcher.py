@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.autograd import forward_ad
@@ -219,7 +219,27 @@ class _WithTensor:
         return None if gradient is None else self._hook(gradient)
 
 
-class OpLog(TorchDispatchMode):
+class _Uncompiled(TorchDispatchMode):
+    """A mode under which nothing is compiled.
+
+    Under a mode dynamo compiles no function that is called, and never looks at its code again. Flex attention, which compiles a
+    function of its own in eager, raises from then on.
+    """
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._stance = contextlib.ExitStack()
+        self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        super().__exit__(*error)
+        self._stance.close()
+
+
+class OpLog(_Uncompiled):
     """Notes each op that reaches a backend, and its result."""
 
     def __init__(self) -> None:
@@ -232,7 +252,7 @@ class OpLog(TorchDispatchMode):
         return result
 
 
-class StaysWide(TorchDispatchMode):
+class StaysWide(_Uncompiled):
     """Runs a copy of a model in a wider dtype than its code names: casts of floats to a narrower one give the wide one.
 
     So do autocast's casts, and tensors that are made in a narrower dtype. Without it a weight in fp64 meets an activation in

@@ -260,3 +260,19 @@ def test_hooks_on_leaves_wait_and_are_called_again():
         handle.remove()
     leaf.sum().backward()
     assert len(seen) == 6
+
+
+@pytest.mark.parametrize("mode", [dispatcher.OpLog, lambda: dispatcher.StaysWide(torch.float64)])
+def test_under_a_mode_of_ours_dynamo_gives_no_function_up(mode):
+    """Under any other mode it looks at a function's code never again: a call of another dtype gets no graph."""
+
+    def softened(x):
+        return x.sin() + 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(softened, backend="eager", fullgraph=True)
+    with mode():
+        compiled(torch.ones(3))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled(torch.ones(3, dtype=torch.float64))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
