@@ -93,6 +93,7 @@ def test_what_the_user_froze_stays_frozen():
         frozen = gc.get_freeze_count()
         with old_objects_left_out():
             pass
-        assert gc.get_freeze_count() == frozen > 2000
+        assert frozen - 100 < gc.get_freeze_count() <= frozen  # a few of what other tests left may end meanwhile
+        assert frozen > 2000
     finally:
         gc.unfreeze()
