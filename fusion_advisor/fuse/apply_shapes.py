@@ -262,7 +262,7 @@ def exact_and_general(fused: FusedModel, loaded: LoadedWorkload, instruments: In
         return None
     graphs, ways = fused.graphs, [fused.exact_call, piece.call]
     was_on = graphs is not None and graphs.is_on
-    # What a call passes beside tensors belongs to its recording, and is known of served calls alone.
+    # A recording also belongs to the objects (caches) that a call passes, and only served calls know theirs.
     is_replayed = was_on and not [*objects_in((loaded.args, loaded.kwargs))]
     if graphs is not None and is_replayed:
         leaves: list[torch.Tensor] = []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Bound:
-    """The bound on the recordings of one fused model. Those of exactly the verified sizes are beside it.
+    """The bound on the recordings of one fused model. Recordings of exactly the verified sizes do not count.
 
     Args:
         recorder: whose memory is read.
@@ -74,7 +74,7 @@ class Bound:
             raise TooLarge(needed.total + self._missed)
 
     def has_room(self, recorded: Iterable[GraphedRegion], needed: GraphBytes) -> bool:
-        """Whether a graph that fits by itself fits beside those that are recorded.
+        """Whether a graph fits together with those that are recorded. That it fits alone is known.
 
         Args:
             recorded: the regions that have graphs.

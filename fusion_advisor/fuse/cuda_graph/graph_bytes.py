@@ -1,4 +1,4 @@
-"""How much memory a CUDA graph would hold, told from the ops and their sizes ahead of recording them.
+"""How much memory a CUDA graph would hold: it is computed from the sizes of the ops before they are recorded.
 
 All graphs of a model share a memory pool: one is replayed at a time, so what lies in between may lie at one place. Results and
 copied inputs are each graph's own. The pool gives nothing back before its last graph is gone. So a graph that is found to be too
@@ -67,7 +67,7 @@ def symbols_given(placeholders: Sequence[Node], given: Sequence[Any]) -> dict[An
 
     Args:
         placeholders: of the region.
-        given: what it is called with.
+        given: the arguments of the call.
     """
     symbols: dict[Any, int] = {}
     for node, value in zip(placeholders, given, strict=False):
