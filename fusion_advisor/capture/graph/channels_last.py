@@ -23,6 +23,7 @@ from fusion_advisor.capture.graph.layout_copies import FakeResult, Relayout
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.series.as_images import is_served, show_as_images, show_as_series
 from fusion_advisor.records import OpClass
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
 ID = "channels-last"
 CONVOLUTION = torch.ops.aten.conv2d.default
@@ -141,7 +142,7 @@ def _convolution_bytes(convolutions: list[Node]) -> int:
 
 
 def _bytes(value: torch.Tensor) -> int:
-    return value.numel() * value.element_size()
+    return symbolic_sizes.at_example(value).numel() * value.element_size()
 
 
 def _image(convolution: Node) -> torch.Tensor:
@@ -151,4 +152,4 @@ def _image(convolution: Node) -> torch.Tensor:
 
 
 def _is_channels_last(image: torch.Tensor) -> bool:
-    return image.is_contiguous(memory_format=torch.channels_last)
+    return symbolic_sizes.at_example(image).is_contiguous(memory_format=torch.channels_last)

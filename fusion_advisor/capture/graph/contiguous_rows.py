@@ -36,7 +36,7 @@ from fusion_advisor.capture.graph.fx_nodes import (
 from fusion_advisor.capture.graph.layout_copies import Relayout
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.records import OpClass
-from fusion_advisor.runtime.torch_internals import aten_ops
+from fusion_advisor.runtime.torch_internals import aten_ops, symbolic_sizes
 
 ID = "contiguous-rows"
 MASKS_ID = "contiguous-masks"
@@ -75,7 +75,7 @@ def lay_rows_out(
 
 def _is_image(start: Node) -> bool:
     """Whether a value lies in channels last, and a convolution reads it by way of norms and pointwise ops."""
-    value = start.meta["val"]
+    value = symbolic_sizes.at_example(start.meta["val"])
     if value.dim() != 4 or not value.is_contiguous(memory_format=torch.channels_last):
         return False
     seen, waiting = {start}, [start]
@@ -230,7 +230,10 @@ def _readers(start: Node) -> int:
 def _is_across(node: Node, fewest: int = _FEWEST_ELEMENTS) -> bool:
     """Whether a value holds all of a dense memory, in an order in which its rows are strided."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.numel() < fewest or value.shape[-1] < 2:
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return False
+    value = symbolic_sizes.at_example(value)
+    if value.numel() < fewest or value.shape[-1] < 2:
         return False
     return value.stride(-1) != 1 and bool(torch.ops.aten.is_non_overlapping_and_dense.default(value))
 

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import is_idle_dropout, storages, tensors_of, written_storages
 from fusion_advisor.capture.series.as_images import keep_images, show_as_series
-from fusion_advisor.runtime.torch_internals import fake_mode
+from fusion_advisor.runtime.torch_internals import fake_mode, symbolic_sizes
 
 LAID_OUT = "is_laid_out"
 """In a node's ``meta``: the id of the rule whose copy it is, as long as no rewrite has taken it."""
@@ -74,7 +74,7 @@ class Relayout:
         """Give what the model returns its strides back, and keep the copies; without one, or where that fails, undo all of it."""
         output = next(node for node in self._module.graph.nodes if node.op == "output")
         for source in output.all_input_nodes:
-            was, now = (list(map(torch.Tensor.stride, tensors_of(one))) for one in (self._before.get(source), source.meta["val"]))
+            was, now = ([*map(_strides, tensors_of(one))] for one in (self._before.get(source), source.meta["val"]))
             if source not in self._before or was == now:
                 continue
             if not _is_contiguous(self._before[source]):
@@ -197,5 +197,9 @@ def undo(graph_module: GraphModule, kind: str) -> None:
     graph_module.recompile()
 
 
+def _strides(value: torch.Tensor) -> list[Any]:
+    return [*map(symbolic_sizes.expression_of, value.stride())]
+
+
 def _is_contiguous(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_contiguous()
+    return isinstance(value, torch.Tensor) and symbolic_sizes.at_example(value).is_contiguous()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.runtime.torch_internals import fake_mode
+from fusion_advisor.runtime.torch_internals import fake_mode, symbolic_sizes
 
 SHOWN_FOR = "is_series_shown_for"
 """In the ``meta`` of the ``squeeze`` that ends a convolution: the id of the rule that it is an image for."""
@@ -37,8 +37,9 @@ def is_served(node: Node) -> bool:
     """
     if node.target is not _CONV1D or node.kwargs or not all("val" in source.meta for source in node.all_input_nodes):
         return False
-    series, kernel = (source.meta["val"] for source in node.args[:2] if isinstance(source, Node))
-    if series.dim() != 3 or not series.is_contiguous() or not node.meta["val"].numel() or _options(node)[-1] != 1:
+    read = [source.meta["val"] for source in node.args[:2] if isinstance(source, Node)]
+    series, kernel, out = map(symbolic_sizes.at_example, (*read, node.meta["val"]))
+    if series.dim() != 3 or not series.is_contiguous() or not out.numel() or _options(node)[-1] != 1:
         return False
     return bool(min(kernel.shape[:2]) >= _FEWEST_CHANNELS)
 

@@ -11,11 +11,10 @@ from math import prod
 from fusion_advisor import units
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes
-from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES
 from fusion_advisor.fuse.points.decide import RangeWork, text_of
 from fusion_advisor.fuse.points.time_graphs import time_graphs
 from fusion_advisor.fuse.rewrite.record import LayoutRewrite
-from fusion_advisor.fuse.shapes.layouts import changed_region
+from fusion_advisor.fuse.shapes.layouts import changed_region, open_layouts
 
 _TIMED = "time a change of layouts"
 
@@ -35,7 +34,7 @@ def choose_layouts(work: RangeWork, opened: OpenCapture, points: Sequence[Sizes]
         LooksAtSizes: a change took one size for all; this graph must not be used any more.
     """
     found = []
-    for rewrite in LAYOUT_CHANGES.values():
+    for rewrite in open_layouts().values():
         is_as_example = rewrite.serves_other_shapes and rewrite.id in work.kept
         if rewrite.id in work.refused or not (is_as_example or _may_be_tried(work, rewrite)):
             continue

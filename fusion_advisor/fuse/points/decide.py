@@ -21,13 +21,14 @@ from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
-from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.points.graph_trial import in_graphs
 from fusion_advisor.fuse.points.time_limit import TimeLimit, WatchedProgress
 from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
+from fusion_advisor.fuse.shapes.layouts import open_layouts
 from fusion_advisor.fuse.shapes.pieces import Box, Served
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece, all_sized, build, finished
@@ -202,7 +203,7 @@ def decided(
         budget_s=work.budget_s, only=lambda name: name not in work.refused, written=written, ahead=work.ahead, passed=work.passed,
     )  # fmt: skip
     fusions, dropped = all_sized(workpiece, found.fusions)
-    refused = *found.refused, *(name for name in LAYOUT_CHANGES if name in work.refused)
+    refused = *found.refused, *(name for name in open_layouts() if name in work.refused)
     dropped += [(name, "it decides by one size") for name in refused]
     if not fusions and not found.passes and not changes:
         nothing = not_decided(sizes, "nothing that serves other sizes pays near these")

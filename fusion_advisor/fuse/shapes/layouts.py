@@ -1,16 +1,54 @@
-"""Changes of layouts in a graph with open sizes: linears that are merged, rows that nobody reads."""
+"""Changes of layouts in a graph with open sizes: values copied once for their readers, merged linears, rows that nobody reads.
+
+The trace of one size puts such copies where they may help, and the example call says whether they do. A trace of open sizes has
+none: so they are put into its graph here, by the same rules, which ask how a value lies at the sizes of the captured call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from torch.fx import GraphModule
+
+from fusion_advisor.capture.graph import channels_last, contiguous_rows
+from fusion_advisor.capture.graph.layout_copies import keep_copies
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
-from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES
+from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES
 from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
-from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes
+from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of
+from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, assumed_of
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
+
+
+def copies_of(name: str, rule: Callable[[GraphModule], int]) -> LayoutRewrite:
+    """Return the change that puts a rule's copies into graphs.
+
+    Args:
+        name: id of the rule, and of the graph pass that keeps its copies.
+        rule: puts copies into a graph; returns how many.
+    """
+
+    def change(regions: Sequence[Region], _room: CopyRoom) -> Iterable[Sequence[ChangedRegion]]:
+        changed = [copy_of(region) for region in regions]
+        for one in changed:
+            one.changed = rule(one.region.graph)
+            keep_copies(one.region.graph.graph, name)
+            one.region.graph.recompile()
+        return [changed]
+
+    return LayoutRewrite(id=name, title=PASSES[name].title, change=change, suffix="laid", serves_other_shapes=True)
+
+
+_COPIES = (
+    copies_of(contiguous_rows.ID, contiguous_rows.lay_rows_out),
+    copies_of(channels_last.ID, channels_last.lay_channels_last),
+)
+
+
+def open_layouts() -> Mapping[str, LayoutRewrite]:
+    """Return the changes of layouts for graphs with open sizes, by id, in the order in which they are made."""
+    return {**{one.id: one for one in _COPIES}, **LAYOUT_CHANGES}
 
 
 def change_layouts(opened: OpenCapture, ids: Collection[str]) -> None:
@@ -23,7 +61,7 @@ def change_layouts(opened: OpenCapture, ids: Collection[str]) -> None:
     Raises:
         LooksAtSizes: as :func:`changed_region`.
     """
-    for rewrite in LAYOUT_CHANGES.values():
+    for rewrite in open_layouts().values():
         region = changed_region(opened, rewrite) if rewrite.id in ids else None
         if region is not None:
             opened.live.regions[0] = region
@@ -41,16 +79,9 @@ def changed_region(opened: OpenCapture, rewrite: LayoutRewrite) -> Region | None
     Raises:
         LooksAtSizes: it asked dynamo for the number that stands for an open size; this graph must not be used any more.
     """
-    before = _assumed(opened)
+    before = assumed_of(opened)
     with symbolic_sizes.ones_among_the_sizes():  # as in the trace: else each op of fewer rows asks whether a size is 1
         changed = next((one for (one,) in rewrite.change([opened.region], CopyRoom()) if one.changed), None)
-    # A graph that was read from a file does not know yet what its trace took for granted.
-    if not _assumed(opened) - before <= set(opened.guards):
+    if not assumed_of(opened) <= before:
         raise LooksAtSizes(rewrite.id)
     return None if changed is None else changed.region
-
-
-def _assumed(opened: OpenCapture) -> set[Any]:
-    """Return what dynamo takes for granted of the sizes: guards, and symbols that it has replaced."""
-    environment = opened.environment
-    return set() if environment is None else {*symbolic_sizes.guards_of(environment), *environment.replacements}

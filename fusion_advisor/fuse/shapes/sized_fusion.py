@@ -321,7 +321,7 @@ def build(work: Workpiece, fusions: Sequence[BuiltFusion], passes: Sequence[str]
         LooksAtSizes: a pass asked dynamo for the number that stands for an open size; this graph must not be used any more.
     """
     sites = [site for fusion in fusions for site in fusion.sites]
-    watched = [_watching(name, PASSES[name].apply, work.opened.environment) for name in PASSES if name in passes]
+    watched = [_watching(name, PASSES[name].apply, work.opened) for name in PASSES if name in passes]
     module, _ = rewrite_region(work.opened.region, work.index_of, sites, watched)
     let_nodes_stand_for_sizes(module)  # a pass writes a value's shape into the ops that it makes
     return module
@@ -346,12 +346,18 @@ def finished(work: Workpiece, module: GraphModule, sizes: Sizes, *, with_flags: 
     return Served(sizes=sizes, module=found[0], plain=module, says_flags=found[1])
 
 
-def _watching(name: str, apply: GraphPass, environment: Any) -> GraphPass:
+def _watching(name: str, apply: GraphPass, opened: OpenCapture) -> GraphPass:
     def run(graph: Any, region: Any, constants: dict[str, Any]) -> int:
-        before = None if environment is None else symbolic_sizes.assumption_count(environment)
+        before = assumed_of(opened)
         changed = apply(graph, region, constants)
-        if environment is not None and symbolic_sizes.assumption_count(environment) != before:
+        if not assumed_of(opened) <= before:
             raise LooksAtSizes(name)
         return changed
 
     return run
+
+
+def assumed_of(opened: OpenCapture) -> frozenset[Any]:
+    """Return what is taken for granted of a piece's sizes. Dynamo does not know that yet of a graph that was read from a file."""
+    environment = opened.environment
+    return frozenset(opened.guards) | (frozenset() if environment is None else symbolic_sizes.assumptions_of(environment))

@@ -71,6 +71,22 @@ def is_symbolic(value: object) -> bool:
     return is_size(value)
 
 
+def at_example(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without numbers that lies as a value does in the captured call, for choices that are right at any size.
+
+    Dynamo notes nothing of the sizes that are asked for so.
+
+    Args:
+        value: a fake tensor; one of fixed sizes is returned as it is.
+    """
+    if not is_symbolic(value):
+        return value
+    shape, stride = (
+        [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes] for sizes in (value.shape, value.stride())
+    )
+    return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+
+
 def at_sizes(expression: Expression, symbols: Symbols) -> Any:
     """Return the number or truth value of an expression.
 
@@ -260,9 +276,13 @@ def guards_of(environment: Any) -> list[Expression]:
     return list(dict.fromkeys(found))
 
 
-def assumption_count(environment: Any) -> tuple[int, int]:
-    """Return how many guards and how many replacements of symbols there are: either grows when a size is looked at."""
-    return len(environment.guards), len(environment.replacements)
+def assumptions_of(environment: Any) -> frozenset[Any]:
+    """Return what dynamo takes for granted of the sizes: guards, and symbols that it has replaced.
+
+    Either grows when an op or a pass looks at a size. What is asked for once more is no further one: an op that is laid out again
+    asks what the trace asked (that a batch is not 1, for an image's layout).
+    """
+    return frozenset((*guards_of(environment), *environment.replacements))
 
 
 def why_fixed(error: Exception) -> str | None:

@@ -242,10 +242,10 @@ def narrowed_for_all_sizes(model, sizes_of_calls=((2, 2), (5, 31), (BATCH, TOKEN
     torch.compiler.reset()
     with torch.no_grad():
         opened = capture_open(model.eval(), (X,), {}, {"args.0": ("batch", "tokens", "")})
-        assumed = symbolic_sizes.assumption_count(opened.environment)
+        assumed = symbolic_sizes.assumptions_of(opened.environment)
         with symbolic_sizes.ones_among_the_sizes():
             graph = narrow_rows(opened.region).region.graph
-        assert symbolic_sizes.assumption_count(opened.environment) == assumed
+        assert symbolic_sizes.assumptions_of(opened.environment) == assumed
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         for batch, tokens in sizes_of_calls:
             x, sizes = torch.randn(batch, tokens, WIDTH), opened.symbols({"batch": batch, "tokens": tokens})

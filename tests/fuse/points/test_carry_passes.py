@@ -82,3 +82,17 @@ def test_a_pass_that_looks_at_a_size_is_told_of(point, monkeypatch):
     monkeypatch.setitem(registry.PASSES, "group-heads", replace(GROUP_HEADS, apply=curious))
     with pytest.raises(LooksAtSizes, match="group-heads"):
         with_more_passes(*point)
+
+
+def test_a_pass_may_ask_again_what_the_trace_asked(point, monkeypatch):
+    """An image that is laid out again is asked whether its batch is 1, as in the trace: no further size is looked at."""
+    guards = point[1].opened.environment.guards
+    assert guards
+
+    def repeating(graph, region, constants):
+        guards.append(guards[-1])
+        return 1
+
+    monkeypatch.setitem(registry.PASSES, "group-heads", replace(GROUP_HEADS, apply=repeating))
+    with_more_passes(*point)
+    assert len(guards) > len({str(one.expr) for one in guards})

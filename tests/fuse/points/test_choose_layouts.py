@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusion_advisor.capture.graph.channels_last import lay_channels_last
+from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.fuse.apply_shapes import check_ranges
 from fusion_advisor.fuse.decide.instruments import MEASURED
@@ -17,6 +20,7 @@ from fusion_advisor.fuse.points.decide import RangeWork, decided
 from fusion_advisor.fuse.points.piece_points import PiecePoints
 from fusion_advisor.fuse.points.time_limit import TimeLimit
 from fusion_advisor.fuse.rewrite.region_copy import copy_of
+from fusion_advisor.fuse.shapes.layouts import changed_region, copies_of
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
 from fusion_advisor.runtime.torch_internals import module_call, symbolic_sizes
 from fusion_advisor.timing.host_timer import WallTimer
@@ -197,3 +201,60 @@ def test_a_change_that_looks_at_a_size_is_left_out_and_the_piece_is_captured_aga
         points = PiecePoints(work, piece)
     assert "narrow-rows" in work.refused and points.piece.opened is not piece.opened
     assert work.progress.count("captured with open sizes") == 2
+
+
+class Turned(torch.nn.Module):
+    """Channels that are turned into rows, which two norms and a linear read by way of sums, as in an encoder of sounds."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.linear = torch.nn.LayerNorm(7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 7)
+
+    def forward(self, hidden_states):
+        x = torch.nn.functional.gelu(hidden_states).permute(0, 2, 1) + 1.0
+        x = x + self.linear(self.first(x))
+        return self.second(x + torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("kept", [(), ("contiguous-rows",)], ids=["left alone", "as the example"])
+def test_rows_that_the_example_copies_once_are_copied_once_at_all_sizes(kept):
+    with torch.no_grad():
+        x = torch.randn(5, 7, 1024)
+        opened = capture_open(Turned().eval(), (), {"hidden_states": x}, {"hidden_states": ("batch", "", "")})
+        work = work_on(keep="verified", kept=kept)
+        found = choose_layouts(work, opened, [{"batch": 2}, {"batch": 8}])
+        assert found == [*kept]
+        region = opened.region
+        values = [node.meta["val"] for node in region.graph.graph.nodes if node.target is torch.ops.aten.add.Tensor]
+        assert values and all((value.stride(-1) == 1) == bool(kept) for value in values)
+        assert not isinstance(values[-1].shape[0], int)
+        for batch in (2, 3, 9):
+            x = torch.randn(batch, 7, 1024)
+            ours, theirs = region.graph(*with_input(region, x))[0], Turned().eval()(x)
+            assert ours.stride() == theirs.stride()
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_images_of_an_open_batch_are_laid_channels_last():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Conv2d(8, 8, 3) for _ in range(4)), torch.nn.Flatten()).eval()
+    rule = functools.partial(lay_channels_last, is_quicker=lambda _: True)
+    with torch.no_grad():
+        opened = capture_open(net, (), {"input": torch.randn(5, 8, 12, 12)}, {"input": ("batch", "", "", "")})
+        region = changed_region(opened, copies_of("channels-last", rule))
+        assert not isinstance(region.graph.graph.find_nodes(op="output")[0].args[0][0].meta["val"].shape[0], int)
+        convolutions = [node.meta["val"] for node in region.graph.graph.nodes if node.target is torch.ops.aten.conv2d.default]
+        assert len(convolutions) == 4 and all(value.stride(1) == 1 for value in convolutions)
+        for batch in (2, 3, 9):
+            x = torch.randn(batch, 8, 12, 12)
+            torch.testing.assert_close(region.graph(*with_input(region, x))[0], net(x), rtol=1e-5, atol=1e-5)
+
+
+def with_input(region, x):
+    """What a region with one input of an open batch is called with."""
+    pairs = zip(region.roles, region.example_args, strict=True)
+    return [
+        x if role == "input" and isinstance(one, torch.Tensor) else one if isinstance(one, torch.Tensor) else len(x)
+        for role, one in pairs
+    ]
