@@ -41,9 +41,10 @@ from fusion_advisor.fuse.cuda_graph.recording import Recording
 from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.fuse.passes.registry import kept_ids
 from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, ranged_calls
-from fusion_advisor.records import ShapeRanges
+from fusion_advisor.records import ShapeRanges, Status
 from fusion_advisor.runtime.call_tensors import objects_in, tensors_in
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.timing.alone import alone, timed_alone
@@ -56,6 +57,8 @@ MOST_CACHED = 131_072
 _BEFORE = 2
 """Calls ahead of those that are timed: the second is recorded as a CUDA graph where there is one."""
 _TIMED = 5
+_UNTIL_RECORDED = 8
+"""Calls of a size that was served before, and lost its graph to others: it gets one again after a few calls."""
 _ALIVE = 3
 """Copies of a cache that stay in memory."""
 _LONG_S, _VERY_LONG_S = 0.05, 0.25
@@ -289,11 +292,16 @@ def exact(loaded: LoadedWorkload, fused: FusedModel, calls: Sequence[Call], seco
             made_s = time.perf_counter() - started
             taken = timed(run, put_back)
             fallbacks = dict(own.fallbacks)
+            kept = [*kept_ids(own.report.rewrites), *(one.kernel for one in own.report.fusions if one.status is Status.KEPT)]
         before = sum(fused.fallbacks.values())
         with fused:
+            for _ in range(_UNTIL_RECORDED):
+                put_back()
+                run()
             ours = timed(run, put_back)
         yield {
             "what": "call", "call": call.name, "sizes": call.sizes, "exact_s": taken, "ours_s": ours, "apply_s": made_s,
+            "exact_rewrites": kept,
             "fallbacks": fallbacks, "ours_fallbacks": sum(fused.fallbacks.values()) - before,
         }  # fmt: skip
 

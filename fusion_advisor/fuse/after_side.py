@@ -63,7 +63,7 @@ def measure_after(installed: Installed, check: ModelCheck) -> Measured:
     with job.clock.phase("baselines"):
         rest = (
             [ours_compiled(job.loaded, job.bench, installed.variant, is_graphed=installed.is_graphed)]
-            if job.with_peers and job.options.is_peer_asked_for  # up to a minute, for what is no peer
+            if job.with_peers and job.options.compile  # up to a minute, for what is no peer
             else []
         )
         rows = measure_all([_eager(installed), *others, ours, *rest], **_how(job), is_held=is_held(installed), on_required=early)

@@ -351,8 +351,12 @@ def test_what_is_folded_becomes_an_input():
     torch.testing.assert_close(result[0] if isinstance(result, tuple | list) else result, model(x))
 
 
-@pytest.mark.parametrize("status", [keep_all, keep_none])
-def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, status):  # noqa: F811
+@pytest.mark.parametrize(
+    ("status", "asked"),
+    [(keep_all, {"baseline": "both", "compile": True}), (keep_all, {"baseline": "both"}), (keep_none, {"compile": True})],
+    ids=["and ours under it", "peers alone", "nothing kept"],
+)
+def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, status, asked):  # noqa: F811
     monkeypatch.setattr(inductor, "empty_compile_caches", contextlib.nullcontext)
     monkeypatch.setattr(
         after_side, "ours_compiled", lambda *_, **__: Contender(name=OURS_COMPILED, make=lambda: nothing, step=STEP)
@@ -364,11 +368,11 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
         lambda model, backend, mode=None: compiled(model, "eager" if backend == "inductor" else backend),
     )
     so_far = []
-    asked = {"baseline": "both", "compile": None} if status is keep_all else {"compile": True}
+    asked = {"compile": None, **asked}
     report = apply_workload(loaded, replace(quick, **asked), on_report=so_far.append, instruments=verdicts(status)).report
     assert report.baseline == asked.get("baseline", "eager")
     names = [row.name for row in report.baselines]
-    ours = [OURS, OURS_COMPILED] if status is keep_all else []
+    ours = [OURS, *([OURS_COMPILED] if asked["compile"] else [])] if status is keep_all else []
     assert names == [EAGER, "eager + CUDA graph", f"{COMPILED}default", f"{COMPILED}reduce-overhead", "Liger", *ours]
     for row in report.baselines:
         assert (row.step is None) == (row.name in ("eager + CUDA graph", f"{COMPILED}reduce-overhead", "Liger"))
