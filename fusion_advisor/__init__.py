@@ -188,9 +188,14 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     Raises:
         UnreadableReport: a file is missing, truncated or not one of ours.
     """
+    from pathlib import Path
+
+    from fusion_advisor.codegen.triton.digest import digest_in_background
     from fusion_advisor.runtime.gc_pause import collector_paused
 
     with collector_paused():  # while hundreds of modules are loaded, it would walk all that torch has made
+        if any(Path(run_dir).glob("kernels/*.py")):  # of Triton
+            digest_in_background()
         from fusion_advisor.fuse.live import saved_plan
 
     return saved_plan.load_plan(run_dir)

@@ -8,15 +8,14 @@ Figures: ``docs/measurements/compile_ahead.md``.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from fusion_advisor.autotune.build_ahead import BuildAhead
+from fusion_advisor.codegen.triton.digest import digest_in_background
 
 
 @contextlib.contextmanager
@@ -52,7 +51,7 @@ def building_ahead(
     """
     if device == "cpu":
         return nullcontext()
-    _load_compiler()
+    digest_in_background()
     arch = (arch_of or _arch_of)(device)
     if started is None or started.is_over:
         return BuildAhead(arch, warn=warn)
@@ -65,11 +64,3 @@ def _arch_of(device: str) -> int:
 
     major, minor = torch.cuda.get_device_capability(torch.device(device))
     return 10 * major + minor
-
-
-def _load_compiler() -> None:
-    """Import the compiler, and compute its digest in a thread: that takes 0.4 s of one core, and no import is under way in it."""
-    with contextlib.suppress(ImportError):  # without Triton no kernel of its is built
-        ahead = importlib.import_module("fusion_advisor.codegen.triton.ahead")
-        importlib.import_module("triton.compiler")
-        threading.Thread(target=ahead.digest_compiler, name="fusion-advisor-digest", daemon=True).start()

@@ -199,6 +199,7 @@ def plan(place: Place) -> None:
     """The saved plan, on a model that fusion_advisor loads."""
     place.import_model()
     advisor, pause = importlib.import_module("fusion_advisor"), importlib.import_module("fusion_advisor.runtime.gc_pause")
+    saved = advisor.load_plan(place.folder / "run")
     with pause.collector_paused():  # as in fusion_advisor.load_plan
         loader = importlib.import_module("fusion_advisor.workload.load")
         restore = importlib.import_module("fusion_advisor.fuse.live.restore_plan")
@@ -208,7 +209,7 @@ def plan(place: Place) -> None:
     place.wait()
     place.laps.end("weights")
     clock = progress.PhaseClock(progress.Progress())
-    fused = restore.apply_plan(loaded, advisor.load_plan(place.folder / "run"), clock)
+    fused = restore.apply_plan(loaded, saved, clock)
     place.laps.end("put in")
     place.first_step(lambda: fused(*loaded.args, **loaded.kwargs))
     place.note(put_in_s=dict(clock.durations_s), started=fused.started)

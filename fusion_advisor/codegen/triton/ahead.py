@@ -17,6 +17,7 @@ from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.split.choose import split_program
 from fusion_advisor.codegen.split.several import rendered_parts
 from fusion_advisor.codegen.triton.backend import load_source
+from fusion_advisor.codegen.triton.digest import digest_compiler
 from fusion_advisor.codegen.triton.direct_launch import compile_options, warmed
 from fusion_advisor.codegen.triton.launch import launch_of
 from fusion_advisor.ir.program import Program
@@ -72,17 +73,6 @@ def load_compiler() -> None:
     for skeleton in ("straight", "looped"):
         environment().get_template(f"triton/{skeleton}.py.jinja")
     digest_compiler()
-
-
-def digest_compiler() -> None:
-    """Have Triton compute the digest of itself: it is part of every kernel's key, kept by the process, and reads 400 MB.
-
-    Most of that time no other thread of the process waits for it.
-    """
-    with contextlib.suppress(ImportError, OSError):  # another version of Triton: the first kernel waits for it
-        from triton.runtime.cache import triton_key
-
-        triton_key()
 
 
 def build_driver() -> None:

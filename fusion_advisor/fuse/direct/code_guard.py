@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.runtime.torch_internals.dynamo import untagged
+
 _ALWAYS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__", "__setattr__")
 """Attributes that decide how a module is called, whether dynamo looked through them or not."""
 _DEEPEST = 4
@@ -195,4 +197,4 @@ def _kinds_inside(model: torch.nn.Module, outside: set[type]) -> list[type]:
 
 
 def _resolve(kind: type, name: str) -> Any:
-    return inspect.getattr_static(kind, name, None)
+    return untagged(inspect.getattr_static(kind, name, None))

@@ -9,7 +9,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -93,6 +93,20 @@ def traced_code() -> tuple[CodeType, ...]:
     Dynamo guards the functions that it finds by name in a module's globals. It does not guard those that it finds in a class.
     """
     return tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
+
+
+def untagged(value: Any) -> Any:
+    """Return the function that dynamo wrapped when the process first compiled something; any other value as it is.
+
+    So it does with ``torch.nn.Module.__init__`` and ``__setstate__``, to tell modules that are made inside of a ``forward``.
+
+    Args:
+        value: of a class's attribute.
+    """
+    if not isinstance(value, FunctionType) or value.__module__ != "torch._dynamo.mutation_guard":
+        return value
+    wrapped = (cell.cell_contents for cell in value.__closure__ or ())
+    return next((one for one in wrapped if isinstance(one, FunctionType)), value)
 
 
 def begins_with(module: torch.nn.Module, code: CodeType) -> bool:

@@ -81,10 +81,13 @@ def at_example(value: torch.Tensor) -> torch.Tensor:
     """
     if not is_symbolic(value):
         return value
-    shape, stride = (
-        [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes] for sizes in (value.shape, value.stride())
-    )
+    shape, stride = ([*map(_number_of, sizes)] for sizes in (value.shape, value.stride()))
     return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+
+
+def _number_of(size: Any) -> int:
+    number: int = size.node.hint if isinstance(size, torch.SymInt) else size
+    return number
 
 
 def at_sizes(expression: Expression, symbols: Symbols) -> Any:

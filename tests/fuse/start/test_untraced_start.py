@@ -283,6 +283,33 @@ with torch.no_grad():
     assert_no_frame(script)
 
 
+def test_a_process_that_compiles_something_else_later_goes_on(tmp_path):
+    """Dynamo wraps ``Module.__init__`` when it first compiles: here between two calls, and in the process of the run before."""
+    model, inputs = gpt2()
+    inputs = {"input_ids": inputs["input_ids"]}  # the call makes a cache, whose `__init__` the trace went through
+    assert run_of(describe_live(model, (), inputs), options_in(tmp_path / "run")) == ""
+    script = f"""
+import torch
+from pathlib import Path
+from fusion_advisor.workload.load import describe_live
+from tests.fuse.start.saved import frames, put_in
+from tests.tiny import gpt2
+model, inputs = gpt2()
+inputs = {{"input_ids": inputs["input_ids"]}}
+plain = torch.nn.Module.__init__
+fused = put_in(describe_live(model, (), inputs), Path({str(tmp_path / "run")!r}))
+with torch.no_grad():
+    first = model(**inputs).logits
+    assert fused.traced_because == "" and frames() == {{}}, fused.traced_because
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.randn(3, 2))
+    assert torch.nn.Module.__init__ is not plain
+    assert torch.equal(model(**inputs).logits, first)
+    torch._dynamo.utils.counters.clear()
+    model(**inputs)
+"""
+    assert_no_frame(script)
+
+
 def test_it_is_reverted_and_applied_again(folder):
     loaded = a_network()
     expected = own(loaded)

@@ -352,3 +352,13 @@ def test_a_model_is_called_self_in_module_paths_and_no_other_module_is():
     graph, _ = dynamo_graph(Brief(), torch.randn(2, 4), torch.nn.ReLU(), then=dynamo.name_self)
     stacks = [node.meta["nn_module_stack"] for node in graph.graph.nodes if node.op == "call_function"]
     assert [path for path, _ in (next(reversed(stack.values())) for stack in stacks)] == ["L['self'].inner", "L['other']"]
+
+
+def test_what_dynamo_wraps_in_every_process_that_compiles_is_unwrapped():
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.randn(3, 2))
+    for name in ("__init__", "__setstate__"):
+        wrapped = getattr(torch.nn.Module, name)
+        assert wrapped.__module__ == "torch._dynamo.mutation_guard"
+        assert dynamo.untagged(wrapped).__qualname__ == f"Module.{name}"
+        assert dynamo.untagged(dynamo.untagged(wrapped)) is dynamo.untagged(wrapped)
+    assert dynamo.untagged(torch.nn.Linear.forward) is torch.nn.Linear.forward and dynamo.untagged(3) == 3
