@@ -35,7 +35,7 @@ def cache_folder(kind: str) -> Path:
     one of this process alone, which is removed when the process ends. A folder that is passed over is named in the log, once.
 
     Args:
-        kind: the folder's name, ``cpp``, ``cubin`` or ``patterns``.
+        kind: the folder's name, ``cpp``, ``cubin``, ``jinja`` or ``patterns``.
 
     Raises:
         OSError: no folder can be made at all.

@@ -8,6 +8,7 @@ and the rest of the time from the start of the process to the end of its first s
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import json
 import os
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fusion_advisor
 from fusion_advisor.timing import alone
 from tools import lanes
 from tools.start_up.table import facts_of, is_failure, markdown
@@ -120,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no way is called {sorted(unknown)[0]}")
     settings = settings_of(asked)
     (folder / "settings.json").write_text(json.dumps(settings))
+    compileall.compile_dir(Path(fusion_advisor.__file__).parent, quiet=1)  # as pip leaves an installation: half of an import's time
     measure(folder, ways, total_s=asked.total, limit_s=asked.limit, apply_s=asked.apply_limit)
     facts = {way: facts_of(folder, way) for way in ways}
     (folder / "start_up.json").write_text(json.dumps({"settings": settings, "facts": facts}, indent=1) + "\n")

@@ -19,6 +19,7 @@ import jinja2
 
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import AdvisorError
+from fusion_advisor.files.private_folder import cache_folder
 from fusion_advisor.ir.program import Program, layout_key
 from fusion_advisor.records import Tuning as Tuning  # noqa: PLC0414  # a part of this interface
 
@@ -224,10 +225,14 @@ def body_of(template: str, **context: object) -> str:
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """Return the environment of kernel templates (``templates/``, then ``kernels/``): a missing name is an error."""
+    """Return the environment of kernel templates (``templates/``, then ``kernels/``): a missing name is an error.
+
+    What jinja makes of a template, 10 ms for each, is kept on disk for later processes.
+    """
     loader = jinja2.FileSystemLoader([content_dir("templates"), content_dir("kernels")])
     env = jinja2.Environment(
         loader=loader,
+        bytecode_cache=jinja2.FileSystemBytecodeCache(str(cache_folder("jinja"))),
         undefined=jinja2.StrictUndefined,
         autoescape=False,
         trim_blocks=True,
