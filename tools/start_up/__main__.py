@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no way is called {sorted(unknown)[0]}")
     settings = settings_of(asked)
     (folder / "settings.json").write_text(json.dumps(settings))
-    compileall.compile_dir(Path(fusion_advisor.__file__).parent, quiet=1)  # as pip leaves an installation: half of an import's time
+    compileall.compile_dir(Path(fusion_advisor.__file__).parent, quiet=1)  # as pip does: half of our imports
     measure(folder, ways, total_s=asked.total, limit_s=asked.limit, apply_s=asked.apply_limit)
     facts = {way: facts_of(folder, way) for way in ways}
     (folder / "start_up.json").write_text(json.dumps({"settings": settings, "facts": facts}, indent=1) + "\n")
