@@ -109,8 +109,12 @@ def _steps_on(way: ast.expr) -> tuple[str, str, list[tuple[str, Any]]]:
             steps.append(("attribute", attribute[1]))
             way = way.args[0]
             continue
+        elif isinstance(way, ast.Call) and ast.unparse(way.func) == "type" and len(way.args) == 1:
+            steps.append(("type", ""))
+            way = way.args[0]
+            continue
         else:
-            raise CannotDescribe(f"dynamo asks for `{ast.unparse(way):.80}`")
+            raise CannotDescribe(f"dynamo asks for `{ast.unparse(way):.400}`")
         way = way.value
     (_, root), *rest = reversed(steps)
     return way.id, root, rest
@@ -118,6 +122,8 @@ def _steps_on(way: ast.expr) -> tuple[str, str, list[tuple[str, Any]]]:
 
 def _accessor(kind: str, key: Any, value: Any) -> tuple[str, str]:
     """Return dynamo's accessor of a step from a value."""
+    if kind == "type":
+        return "TypeGuardAccessor", ""
     by_item = BY_KEY[0] if isinstance(value, dict) else _BY_PLACE.get(type(value), "")
     return (_BY_NAME, key) if kind == "attribute" else (by_item, repr(key))
 

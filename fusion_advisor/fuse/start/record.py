@@ -63,20 +63,20 @@ def write_start(loaded: LoadedWorkload, live: LiveCapture, folder: Path, *, piec
         pieces: of ranges that the run serves, from :func:`piece_of`.
 
     Returns:
-        Why there is no such file; empty where it was written.
+        Why each start traces the model, which is then all that the file says; empty where none has to.
     """
-    path = folder / NAME
-    path.unlink(missing_ok=True)
+    why = ""
     try:
         with torch.no_grad():
             start = start_of(loaded, live)
+        start["pieces"] = list(pieces)
+        start["capture"] = digest_of(folder)
     except (CannotDescribe, Differs) as error:
-        return str(error)
-    start["pieces"] = list(pieces)
-    start["capture"] = digest_of(folder)
+        why = str(error)
+        start = {"schema": SCHEMA, "why_not": why}
     text = json.dumps(start, separators=(",", ":"), allow_nan=False)
-    write_atomic(path, gzip.compress(text.encode(), 6, mtime=0))
-    return ""
+    write_atomic(folder / NAME, gzip.compress(text.encode(), 6, mtime=0))
+    return why
 
 
 def read_start(folder: Path) -> dict[str, Any] | str:
@@ -94,6 +94,8 @@ def read_start(folder: Path) -> dict[str, Any] | str:
         return f"{NAME} cannot be read ({' '.join(str(error).split())[:120]})"
     if not isinstance(start, dict) or start.get("schema") != SCHEMA:
         return f"{NAME} is of another version"
+    if "why_not" in start:
+        return str(start["why_not"])
     if start.get("capture") != digest_of(folder):
         return f"{NAME} is of another capture"
     return start
