@@ -61,6 +61,9 @@ class AtOnce:
         """Hold nothing."""
         return 0
 
+    def give_back(self) -> None:
+        """Give nothing back."""
+
 
 class OfPackage(AtOnce):
     """In a package's words."""

@@ -67,6 +67,9 @@ class StandIn:
         """Hold nothing."""
         return 0
 
+    def give_back(self) -> None:
+        """Give nothing back."""
+
 
 def served(case: str, layers: int) -> tuple[FusedModel, tuple[Any, ...], dict[str, Any]]:
     """Return a model that serves a range, and one call in it.

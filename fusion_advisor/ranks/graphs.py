@@ -51,6 +51,10 @@ class AgreedRecorder:
         """Device memory that this rank's graphs hold."""
         return self._own.pool_bytes()
 
+    def give_back(self) -> None:
+        """Give the memory of this rank's graphs that are gone back to the device."""
+        self._own.give_back()
+
 
 def with_graphs(
     stage: LastStage,

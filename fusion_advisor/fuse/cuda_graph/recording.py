@@ -45,6 +45,10 @@ class Recorder(Protocol):
         """Device memory that the graphs hold."""
         ...
 
+    def give_back(self) -> None:
+        """Give the memory of graphs that are gone back to the device."""
+        ...
+
 
 class CudaRecorder:
     """CUDA graphs in one private memory pool, on the device that is current when this is made."""
@@ -90,6 +94,10 @@ class CudaRecorder:
         """Sum the segments that the allocator set aside for the pool."""
         segments = torch.cuda.memory_snapshot()
         return sum(int(part["total_size"]) for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(self._pool))
+
+    def give_back(self) -> None:
+        """Have the allocator free what no graph uses: it keeps the segments of a pool whose graphs are gone."""
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)

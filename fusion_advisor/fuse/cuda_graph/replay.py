@@ -300,12 +300,13 @@ class Graphs:
             oldest.wait_longer()
 
     def _keep_to_bound(self, latest: GraphedRegion) -> None:
-        """Drop all recordings where they hold more than was counted: a pool gives memory back when its last graph is gone."""
+        """Drop all recordings where they hold more than was counted: a pool can give memory back when its last graph is gone."""
         held = self._bound.overflow(latest, self._recordings)
         if held and all(one is latest or one.held is None for one in self._recordings):
             self._bound.refuse(latest, held)
         if held:
             self.forget()
+            self._recorder.give_back()
 
     def _make_room(self, error: CannotRecord) -> bool:
         """Drop half of the recordings for good where memory ran out; False where it did not, or where there is none to drop."""

@@ -12,6 +12,7 @@ class FakeRecorder:
 
     Attributes:
         protected: tensors that the recorded call writes to; recording leaves them as they were.
+        given_back: how often memory of graphs that are gone was given back.
         why_not: what ``refusal`` answers.
         fails: raised by the next ``record``.
     """
@@ -22,6 +23,7 @@ class FakeRecorder:
         self.fails = None
         self.recorded = 0
         self.replayed = 0
+        self.given_back = 0
 
     def protect(self, *tensors):
         """Add tensors that recorded calls write to."""
@@ -56,6 +58,9 @@ class FakeRecorder:
 
     def pool_bytes(self):
         return 1 << 20
+
+    def give_back(self):
+        self.given_back += 1
 
 
 def _listed(result):
