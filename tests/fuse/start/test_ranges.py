@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,20 @@ from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.restore_shapes import restore_shapes
+from fusion_advisor.timing.host_timer import WallTimer
 from fusion_advisor.workload.load import describe_live
 from tests.fuse import test_pipeline
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
+from tests.fuse.live.test_saved_plan import save
+from tests.fuse.points.test_choose_layouts import Turned
 from tests.fuse.start import network
 from tests.fuse.start.saved import assert_no_frame, edit, frames, traced
-from tests.fuse.start.test_untraced_start import CHANGES, EVIL, LATER, assert_close, bert, other_activation, set_to
+from tests.fuse.start.test_untraced_start import CHANGES, EVIL, LATER, assert_close, bert, options_in, other_activation, set_to
 from tests.fuse.start.test_what_a_trace_implies import default_dtype
+from tests.fuse.test_pipeline import keep_all, verdicts
 from tests.tiny import gpt2, llama
 
 pytestmark = test_pipeline.pytestmark
@@ -117,6 +124,30 @@ def test_models_serve_random_sizes_without_a_trace_and_give_the_same_bits(model_
         assert fused.traced_because == "it is not to be used" and frames() != before
         expected = [fused(**call)[0] for call in calls_of(kwargs)]
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
+
+
+class Alike(WallTimer):
+    """A clock on which all steps take as long, so that copies to another layout stay."""
+
+    def time_ns(self, call):
+        call()
+        return 1000
+
+
+def test_copies_to_another_layout_are_put_in_again(tmp_path):
+    x = torch.randn(5, 7, 1024)
+    options = replace(options_in(tmp_path), shapes=read_shapes("batch=2..9"), keep="verified")
+    instruments = replace(verdicts(keep_all), timer=Alike())
+    run = apply_workload(describe_live(Turned().eval(), (x,)), options, instruments=instruments)
+    save(run, tmp_path)
+    assert run.write_start(tmp_path) == ""
+    run.revert()
+    assert [piece.layouts for piece in run.report.shapes.pieces] == [("contiguous-rows",)]
+    with torch.no_grad(), put_in(describe_live(Turned().eval(), (x,)), tmp_path) as fused:
+        for batch in (2, 3, 9):
+            x = torch.randn(batch, 7, 1024)
+            torch.testing.assert_close(fused(x), Turned().eval()(x), rtol=1e-4, atol=1e-5)
+        assert fused.traced_because == "" and fused.fallbacks == {} and fused.launches > 0
 
 
 def test_another_process_serves_ranges_without_a_trace(folder):
