@@ -79,7 +79,7 @@ def _lay_images(
 ) -> int:  # fmt: skip
     """Give the convolutions of images channels last; returns how many copies that takes."""
     convolutions = [node for node in graph_module.graph.nodes if node.target is CONVOLUTION and _image(node).dim() == 4]
-    first = [node for node in convolutions if not _is_channels_last(_image(node)) and is_quicker(_image(node))]
+    first = [node for node in convolutions if not is_channels_last(_image(node)) and is_quicker(_image(node))]
     if len(first) < _FEWEST:
         return 0
     ways: tuple[Callable[[Node], list[Node]], ...] = (_readers_after_norm, lambda _: [])
@@ -97,7 +97,7 @@ def _lay_images(
 def _lay(change: Relayout, first: list[Node]) -> bool:
     """Copy images for the convolutions that have none in channels last yet; False where that takes too many copies."""
     for node in first:
-        if _is_channels_last(_image(node)):
+        if is_channels_last(_image(node)):
             continue
         source = node.all_input_nodes[0]
         same = [other for other in first if other.all_input_nodes[0] is source]
@@ -113,7 +113,7 @@ def _readers_after_norm(norm: Node) -> list[Node]:
     if norm.target is not GROUP_NORM:
         return []
     image, result = norm.all_input_nodes[0].meta["val"], norm.meta["val"]
-    if result.dim() != 4 or not _is_channels_last(image) or _is_channels_last(result):
+    if result.dim() != 4 or not is_channels_last(image) or is_channels_last(result):
         return []
     return [user for user in norm.users if _takes_any_layout(user)]
 
@@ -151,5 +151,6 @@ def _image(convolution: Node) -> torch.Tensor:
     return value
 
 
-def _is_channels_last(image: torch.Tensor) -> bool:
+def is_channels_last(image: torch.Tensor) -> bool:
+    """Whether an image lies in channels last, at the captured call's sizes where these are open."""
     return symbolic_sizes.at_example(image).is_contiguous(memory_format=torch.channels_last)

@@ -102,17 +102,20 @@ def _show(graph_module: GraphModule, node: Node, images: dict[Node, Node]) -> No
     options = [[other, number] for other, number in zip((1, 0, 1), map(_number, numbers), strict=True)]
     origin: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
 
-    def add(target: torch._ops.OpOverload, *args: Any) -> Node:
+    def add(target: torch._ops.OpOverload, *args: Any, value: torch.Tensor | None = None) -> Node:
         made = graph_module.graph.call_function(target, args)
         made.meta = dict(origin)
-        made.meta["val"] = fake_mode.fake_result(graph_module, made)
+        made.meta["val"] = fake_mode.fake_result(graph_module, made) if value is None else value
         return made
+
+    # A convolution in C++ asks for an open batch, to choose its layout.
+    known = node.meta["val"].unsqueeze(_HEIGHT) if symbolic_sizes.is_symbolic(node.meta["val"]) else None
 
     with graph_module.graph.inserting_before(node):
         if series not in images or not images[series].users:
             images[series] = add(_ATEN.unsqueeze.default, series, _HEIGHT)
         window = add(_ATEN.unsqueeze.default, kernel, _HEIGHT)
-        return add(_ATEN.squeeze.dim, add(_CONV2D, images[series], window, bias, *options, groups), _HEIGHT)
+        return add(_ATEN.squeeze.dim, add(_CONV2D, images[series], window, bias, *options, groups, value=known), _HEIGHT)
 
 
 def _as_series(graph: Graph, shown: Node) -> list[Node]:

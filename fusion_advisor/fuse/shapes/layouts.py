@@ -6,12 +6,15 @@ none: so they are put into its graph here, by the same rules, which ask how a va
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph import channels_last, contiguous_rows
-from fusion_advisor.capture.graph.layout_copies import keep_copies
+from fusion_advisor.capture.graph.layout_copies import keep_copies, result_of
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES
@@ -19,6 +22,20 @@ from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, assumed_of
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
+
+
+def open_result(graph_module: GraphModule, node: Node) -> Any:
+    """Return what a node returns on fake tensors of open sizes.
+
+    A convolution in C++ asks for the batch, to choose its layout. It gives channels last where it reads them; its sizes stay.
+
+    Args:
+        graph_module: of the node.
+        node: with what it returned before.
+    """
+    if node.target is channels_last.CONVOLUTION and channels_last.is_channels_last(node.all_input_nodes[0].meta["val"]):
+        return node.meta["val"].contiguous(memory_format=torch.channels_last)
+    return result_of(graph_module, node)
 
 
 def copies_of(name: str, rule: Callable[[GraphModule], int]) -> LayoutRewrite:
@@ -42,7 +59,7 @@ def copies_of(name: str, rule: Callable[[GraphModule], int]) -> LayoutRewrite:
 
 _COPIES = (
     copies_of(contiguous_rows.ID, contiguous_rows.lay_rows_out),
-    copies_of(channels_last.ID, channels_last.lay_channels_last),
+    copies_of(channels_last.ID, functools.partial(channels_last.lay_channels_last, fake_result=open_result)),
 )
 
 

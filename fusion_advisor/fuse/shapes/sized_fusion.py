@@ -360,4 +360,5 @@ def _watching(name: str, apply: GraphPass, opened: OpenCapture) -> GraphPass:
 def assumed_of(opened: OpenCapture) -> frozenset[Any]:
     """Return what is taken for granted of a piece's sizes. Dynamo does not know that yet of a graph that was read from a file."""
     environment = opened.environment
-    return frozenset(opened.guards) | (frozenset() if environment is None else symbolic_sizes.assumptions_of(environment))
+    known = {*opened.guards, *(() if environment is None else symbolic_sizes.assumptions_of(environment))}
+    return frozenset(known | {*symbolic_sizes.more_than_one(known)})

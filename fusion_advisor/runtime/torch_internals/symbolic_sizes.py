@@ -288,6 +288,17 @@ def assumptions_of(environment: Any) -> frozenset[Any]:
     return frozenset((*guards_of(environment), *environment.replacements))
 
 
+def more_than_one(guards: Iterable[Expression]) -> Iterator[Expression]:
+    """Yield the ways in which torch says of a size that it is more than 1, for each that is known not to be 1: none is 0.
+
+    Args:
+        guards: what is known.
+    """
+    for guard in guards:
+        if isinstance(guard, sympy.Ne) and getattr(guard.lhs, "is_symbol", False) and guard.rhs == 1:
+            yield from (guard.lhs > 1, guard.lhs >= 2)
+
+
 def why_fixed(error: Exception) -> str | None:
     """Return why a trace was refused where it is because the model fixes a size that was to stay open."""
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError

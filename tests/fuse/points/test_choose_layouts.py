@@ -20,7 +20,7 @@ from fusion_advisor.fuse.points.decide import RangeWork, decided
 from fusion_advisor.fuse.points.piece_points import PiecePoints
 from fusion_advisor.fuse.points.time_limit import TimeLimit
 from fusion_advisor.fuse.rewrite.region_copy import copy_of
-from fusion_advisor.fuse.shapes.layouts import changed_region, copies_of
+from fusion_advisor.fuse.shapes.layouts import changed_region, copies_of, open_result
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
 from fusion_advisor.runtime.torch_internals import module_call, symbolic_sizes
 from fusion_advisor.timing.host_timer import WallTimer
@@ -236,19 +236,39 @@ def test_rows_that_the_example_copies_once_are_copied_once_at_all_sizes(kept):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_images_of_an_open_batch_are_laid_channels_last():
+def convolutions():
+    return torch.nn.Sequential(*(torch.nn.Conv2d(8, 8, 3) for _ in range(4)), torch.nn.Flatten()), (8, 12, 12), 4
+
+
+def blocks():
+    layers = [part for _ in range(3) for part in (torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers, torch.nn.MaxPool2d(2), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()), (8, 12, 12), 3
+
+
+def series():
+    of_images = torch.nn.Unflatten(1, (8, 1)), torch.nn.ReLU(), torch.nn.Flatten(1, 2)  # the trace asks whether there is one
+    layers = torch.nn.Conv1d(8, 16, 3, padding=1), torch.nn.GELU(), torch.nn.Conv1d(16, 16, 3, 2, 1), torch.nn.GELU()
+    return torch.nn.Sequential(*of_images, *layers), (8, 24), 2
+
+
+@pytest.mark.parametrize("maker", [convolutions, blocks, series])
+def test_images_and_series_of_an_open_batch_are_laid_channels_last(maker):
     torch.manual_seed(0)
-    net = torch.nn.Sequential(*(torch.nn.Conv2d(8, 8, 3) for _ in range(4)), torch.nn.Flatten()).eval()
-    rule = functools.partial(lay_channels_last, is_quicker=lambda _: True)
+    net, shape, count = maker()
+    net = net.eval()
+    rule = functools.partial(lay_channels_last, is_quicker=lambda _: True, fake_result=open_result)
     with torch.no_grad():
-        opened = capture_open(net, (), {"input": torch.randn(5, 8, 12, 12)}, {"input": ("batch", "", "", "")})
+        dims = {"input": ("batch", *[""] * len(shape))}
+        opened = capture_open(net, (), {"input": torch.randn(5, *shape)}, dims)
         region = changed_region(opened, copies_of("channels-last", rule))
         assert not isinstance(region.graph.graph.find_nodes(op="output")[0].args[0][0].meta["val"].shape[0], int)
-        convolutions = [node.meta["val"] for node in region.graph.graph.nodes if node.target is torch.ops.aten.conv2d.default]
-        assert len(convolutions) == 4 and all(value.stride(1) == 1 for value in convolutions)
+        laid = [node.meta["val"] for node in region.graph.graph.nodes if node.target is torch.ops.aten.conv2d.default]
+        assert len(laid) == count and all(value.stride(1) == 1 for value in laid)
         for batch in (2, 3, 9):
-            x = torch.randn(batch, 8, 12, 12)
-            torch.testing.assert_close(region.graph(*with_input(region, x))[0], net(x), rtol=1e-5, atol=1e-5)
+            x = torch.randn(batch, *shape)
+            ours, theirs = region.graph(*with_input(region, x))[0], net(x)
+            assert ours.stride() == theirs.stride()
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def with_input(region, x):
