@@ -15,11 +15,12 @@ from fusion_advisor.fuse.points.decide import RangeWork, text_of
 from fusion_advisor.fuse.points.time_graphs import time_graphs
 from fusion_advisor.fuse.rewrite.record import LayoutRewrite
 from fusion_advisor.fuse.shapes.layouts import changed_region, open_layouts
+from fusion_advisor.fuse.shapes.pieces import Piece
 
 _TIMED = "time a change of layouts"
 
 
-def choose_layouts(work: RangeWork, opened: OpenCapture, points: Sequence[Sizes]) -> list[str]:
+def choose_layouts(work: RangeWork, piece: Piece, points: Sequence[Sizes]) -> list[str]:
     """Change a piece's graph where that pays; return the ids of the changes.
 
     A prefill reads the logits of one token, the example call those of all: what a change brings there says nothing of it here.
@@ -27,18 +28,19 @@ def choose_layouts(work: RangeWork, opened: OpenCapture, points: Sequence[Sizes]
 
     Args:
         work: on the piece's call.
-        opened: the piece's graph; changed.
+        piece: with its graph, which is changed.
         points: sizes of the piece.
 
     Raises:
         LooksAtSizes: a change took one size for all; this graph must not be used any more.
     """
-    found = []
+    opened, found = piece.opened, []
+    assert opened is not None
     for rewrite in open_layouts().values():
         is_as_example = rewrite.serves_other_shapes and rewrite.id in work.kept
         if rewrite.id in work.refused or not (is_as_example or _may_be_tried(work, rewrite)):
             continue
-        region = changed_region(opened, rewrite)
+        region = changed_region(opened, rewrite, piece.box)
         if region is not None and (is_as_example or not work.options.is_timed or _pays(work, opened, region, points, rewrite)):
             opened.live.regions[0] = region
             found.append(rewrite.id)
