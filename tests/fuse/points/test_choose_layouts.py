@@ -21,7 +21,6 @@ from fusion_advisor.fuse.points.piece_points import PiecePoints
 from fusion_advisor.fuse.points.time_limit import TimeLimit
 from fusion_advisor.fuse.rewrite.region_copy import copy_of
 from fusion_advisor.fuse.shapes.layouts import changed_region, copies_of, open_result
-from fusion_advisor.fuse.shapes.pieces import Piece
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece
 from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.torch_internals import module_call, symbolic_sizes
@@ -74,12 +73,12 @@ class OfRows(WallTimer):
         return self.row_ns * seen.rows + self.op_ns * seen.ops
 
 
-def work_on(row_ns=1000, op_ns=10, kept=(), maker=LastToken, in_graph=False, **given):
+def work_on(row_ns=1000, op_ns=10, kept=(), maker=LastToken, in_graph=False, x=None, shapes="batch=2..8,seq=2..64", **given):
     """The work on the ranges of a model's batch and length, by a planted clock."""
     torch.compiler.reset()
-    model, args = maker().eval(), (torch.randn(5, 7, 32),)
+    model, args = maker().eval(), (torch.randn(5, 7, 32) if x is None else x,)
     loaded = describe_live(model, (), {"hidden_states": args[0]})
-    options = options_for("batch=2..8,seq=2..64", **{"keep": "paying", **given})
+    options = options_for(shapes, **{"keep": "paying", **given})
     (call,) = check_ranges(loaded, options)
     call = replace(call, name="" if in_graph else "decode")
     return RangeWork(
@@ -222,12 +221,9 @@ class Turned(torch.nn.Module):
 @pytest.mark.parametrize("kept", [(), ("contiguous-rows",)], ids=["left alone", "as the example"])
 def test_rows_that_the_example_copies_once_are_copied_once_at_all_sizes(kept):
     with torch.no_grad():
-        x = torch.randn(5, 7, 1024)
-        opened = capture_open(Turned().eval(), (), {"hidden_states": x}, {"hidden_states": ("batch", "", "")})
-        work = work_on(keep="verified", kept=kept)
-        found = choose_layouts(work, Piece(box=box(batch=(2, 9)), opened=opened), [{"batch": 2}, {"batch": 8}])
-        assert found == [*kept]
-        region = opened.region
+        work, piece = on_a_batch(Turned, torch.randn(5, 7, 1024), kept=kept)
+        assert choose_layouts(work, piece, [{"batch": 2}, {"batch": 8}]) == [*kept]
+        region = piece.opened.region
         values = [node.meta["val"] for node in region.graph.graph.nodes if node.target is torch.ops.aten.add.Tensor]
         assert values and all((value.stride(-1) == 1) == bool(kept) for value in values)
         assert not isinstance(values[-1].shape[0], int)
@@ -301,6 +297,48 @@ def test_a_piece_with_series_of_one_step_has_no_copies_that_ask_for_it(sizes):
         _, opened, _ = opened_net(series, ("batch", "", "height"))
         with pytest.raises(LooksAtSizes, match="channels-last"):
             changed_region(opened, CHANNELS_LAST, box(**sizes))
+
+
+class Ended(torch.nn.Module):
+    """Convolutions, and what follows them."""
+
+    def __init__(self, end):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolutions, self.end = torch.nn.Sequential(*(torch.nn.Conv2d(8, 8, 3) for _ in range(3))), end
+
+    def forward(self, hidden_states):
+        return self.end(self.convolutions(hidden_states))
+
+
+ENDS = {
+    "kept": (lambda images: images * 2.0, True),
+    "rolled": (lambda images: images.roll(1, 3), False),  # keeps channels last on a CPU, and torch says that it does not
+    "rolled and viewed": (lambda images: images.roll(1, 3).view(len(images), -1) * 2.0, False),
+    "rolled ahead": (lambda images: images.view(len(images), -1, 8).roll(1, 2) * 2.0, True),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_copies_after_which_an_op_lies_otherwise_than_torch_says_are_left_out(name):
+    end, is_laid = ENDS[name]
+    with torch.no_grad():
+        work, piece = on_a_batch(lambda: Ended(end), torch.randn(5, 8, 12, 12), effort="usual")
+        found = choose_layouts(work, piece, [{"batch": 2}, {"batch": 9}], [CHANNELS_LAST])
+        assert found == ["channels-last"] * is_laid and sum(
+            "left out, for roll lies" in note for note in work.progress.notes
+        ) == (not is_laid)
+        for batch in (2, 3, 9):
+            x = torch.randn(batch, 8, 12, 12)
+            ours, theirs = piece.opened.region.graph(*with_input(piece.opened.region, x))[0], Ended(end)(x)
+            assert ours.stride() == theirs.stride()
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def on_a_batch(maker, x, **given):
+    """The work on the ranges of a model's batch, and their first piece."""
+    work = work_on(keep="verified", maker=maker, x=x, shapes={"hidden_states": ("batch=2..9", *[None] * (x.dim() - 1))}, **given)
+    return work, work.ranged.finder(work.capture).next()
 
 
 def box(**ranges):
