@@ -143,7 +143,7 @@ class _Restoring:
         proved = prove_sizes(piece.opened, piece.box)
         captured = piece.opened.as_captured()
         try:
-            change_layouts(piece.opened, row.layouts)
+            change_layouts(piece.opened, row.layouts, piece.box)
         except LooksAtSizes as error:
             raise _mismatch(self._saved, f"{error} takes one size for all") from error
         work = Workpiece(piece, captured=captured)

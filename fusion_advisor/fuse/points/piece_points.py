@@ -72,7 +72,7 @@ class PiecePoints:
         self._proved = prove_sizes(opened, self.piece.box) if work.may_pad else ProvedSizes() if work.pads else None
         captured = opened.as_captured()
         try:
-            self._changes = choose_layouts(work, opened, self._points)
+            self._changes = choose_layouts(work, self.piece, self._points)
         except LooksAtSizes as error:
             work.refused.add(str(error))
             work.progress.note(f"{error} decides by one size: left out for all sizes")

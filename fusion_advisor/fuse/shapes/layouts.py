@@ -20,7 +20,8 @@ from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES
 from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of
-from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, assumed_of
+from fusion_advisor.fuse.shapes.pieces import Box
+from fusion_advisor.fuse.shapes.sized_fusion import watched
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
 
@@ -68,23 +69,24 @@ def open_layouts() -> Mapping[str, LayoutRewrite]:
     return {**{one.id: one for one in _COPIES}, **LAYOUT_CHANGES}
 
 
-def change_layouts(opened: OpenCapture, ids: Collection[str]) -> None:
+def change_layouts(opened: OpenCapture, ids: Collection[str], box: Box) -> None:
     """Change a piece's graph as a plan says.
 
     Args:
         opened: the piece's graph.
         ids: of the changes.
+        box: the piece's sizes.
 
     Raises:
         LooksAtSizes: as :func:`changed_region`.
     """
     for rewrite in open_layouts().values():
-        region = changed_region(opened, rewrite) if rewrite.id in ids else None
+        region = changed_region(opened, rewrite, box) if rewrite.id in ids else None
         if region is not None:
             opened.live.regions[0] = region
 
 
-def changed_region(opened: OpenCapture, rewrite: LayoutRewrite) -> Region | None:
+def changed_region(opened: OpenCapture, rewrite: LayoutRewrite, box: Box) -> Region | None:
     """Return a piece's graph with a change of layouts that serves all of its sizes; None where there is nothing to change.
 
     Weights that do not lie side by side stay as they are: only the example's plan may hold a copy of them.
@@ -92,13 +94,12 @@ def changed_region(opened: OpenCapture, rewrite: LayoutRewrite) -> Region | None
     Args:
         opened: the piece's graph.
         rewrite: the change.
+        box: the piece's sizes.
 
     Raises:
         LooksAtSizes: it asked dynamo for the number that stands for an open size; this graph must not be used any more.
     """
-    before = assumed_of(opened)
-    with symbolic_sizes.ones_among_the_sizes():  # as in the trace: else each op of fewer rows asks whether a size is 1
+    # As in the trace: else each op of fewer rows asks whether a size is 1.
+    with watched(rewrite.id, opened, box), symbolic_sizes.ones_among_the_sizes():
         changed = next((one for (one,) in rewrite.change([opened.region], CopyRoom()) if one.changed), None)
-    if not assumed_of(opened) <= before:
-        raise LooksAtSizes(rewrite.id)
     return None if changed is None else changed.region

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
 from fusion_advisor.capture.graph.op_records import SizeNumbers, describe, tensor_metas
-from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of
+from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of, dim_size
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed
 from fusion_advisor.fuse.decide.session import BuiltFusion
@@ -23,7 +24,7 @@ from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.fuse.rewrite.sized_call import sized_call
 from fusion_advisor.fuse.shapes.open_kernel import OpenKernels, for_all_sizes, programs_at, tried_points
-from fusion_advisor.fuse.shapes.pieces import Piece, Served
+from fusion_advisor.fuse.shapes.pieces import Box, Piece, Served
 from fusion_advisor.fuse.shapes.size_values import flagged, keep_size_values
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.operand_names import named_like
@@ -321,7 +322,7 @@ def build(work: Workpiece, fusions: Sequence[BuiltFusion], passes: Sequence[str]
         LooksAtSizes: a pass asked dynamo for the number that stands for an open size; this graph must not be used any more.
     """
     sites = [site for fusion in fusions for site in fusion.sites]
-    watched = [_watching(name, PASSES[name].apply, work.opened) for name in PASSES if name in passes]
+    watched = [_watching(name, PASSES[name].apply, work) for name in PASSES if name in passes]
     module, _ = rewrite_region(work.opened.region, work.index_of, sites, watched)
     let_nodes_stand_for_sizes(module)  # a pass writes a value's shape into the ops that it makes
     return module
@@ -346,19 +347,38 @@ def finished(work: Workpiece, module: GraphModule, sizes: Sizes, *, with_flags: 
     return Served(sizes=sizes, module=found[0], plain=module, says_flags=found[1])
 
 
-def _watching(name: str, apply: GraphPass, opened: OpenCapture) -> GraphPass:
+def _watching(name: str, apply: GraphPass, work: Workpiece) -> GraphPass:
     def run(graph: Any, region: Any, constants: dict[str, Any]) -> int:
-        before = assumed_of(opened)
-        changed = apply(graph, region, constants)
-        if not assumed_of(opened) <= before:
-            raise LooksAtSizes(name)
-        return changed
+        with watched(name, work.opened, work.piece.box):
+            return apply(graph, region, constants)
 
     return run
 
 
-def assumed_of(opened: OpenCapture) -> frozenset[Any]:
+@contextlib.contextmanager
+def watched(name: str, opened: OpenCapture, box: Box) -> Iterator[None]:
+    """See to it that what runs inside takes nothing more for granted of sizes than the trace, but what is true of a whole piece.
+
+    An op that is laid out again may ask whether the batch is 1, to tell an image's layout: no size of 2 to 16 is.
+
+    Args:
+        name: of what runs.
+        opened: the piece's graph.
+        box: the piece's sizes.
+
+    Raises:
+        LooksAtSizes: it did; this graph must not be used any more.
+    """
+    before = _assumed_of(opened)
+    yield
+    ends = [{one.name: one.least for one in box}, {one.name: one.most for one in box}]
+    known = {symbol: name for symbol, name in opened.names.items() if base_of(name) in ends[0]}
+    ranges = {symbol: (dim_size(name, ends[0]), dim_size(name, ends[1])) for symbol, name in known.items()}
+    if not all(symbolic_sizes.is_true_within(one, ranges) for one in _assumed_of(opened) - before):
+        raise LooksAtSizes(name)
+
+
+def _assumed_of(opened: OpenCapture) -> frozenset[Any]:
     """Return what is taken for granted of a piece's sizes. Dynamo does not know that yet of a graph that was read from a file."""
     environment = opened.environment
-    known = {*opened.guards, *(() if environment is None else symbolic_sizes.assumptions_of(environment))}
-    return frozenset(known | {*symbolic_sizes.more_than_one(known)})
+    return frozenset((*opened.guards, *(() if environment is None else symbolic_sizes.assumptions_of(environment))))

@@ -13,6 +13,7 @@ from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from fusion_advisor.runtime.torch_internals import symbolic_sizes
 from fusion_advisor.runtime.torch_internals.stored_sizes import OpenSizes
 
 
@@ -111,16 +112,14 @@ def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
     assert callable(node.target)
-    # Of open sizes a product in C++ asks for their number (torch 2.11), and so does attention on a GPU, to choose its kernel.
-    # Their forms in Python do not, and traces use these too.
-    in_python = enable_python_dispatcher() if node.target in _IN_PYTHON else contextlib.nullcontext()
+    # In C++ some ops ask for the number of an open size: products (torch 2.11), attention on a GPU to choose its kernel, resizing
+    # and padding of an image in channels last. Their forms in Python do not, and traces use these too.
+    is_open = any(isinstance(one, torch.Tensor) and symbolic_sizes.is_symbolic(one) for one in pytree.tree_leaves((args, kwargs)))
+    in_python = enable_python_dispatcher() if is_open else contextlib.nullcontext()
     with torch.no_grad(), mode, in_python:
         return laid_as_in_eager(node, node.target(*args, **kwargs), args, kwargs)
 
 
-_IN_PYTHON = (
-    torch.ops.aten.linear.default, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default,
-)  # fmt: skip
 _RESHAPES = frozenset(
     [
         torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default,

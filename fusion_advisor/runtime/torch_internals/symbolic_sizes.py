@@ -282,21 +282,23 @@ def guards_of(environment: Any) -> list[Expression]:
 def assumptions_of(environment: Any) -> frozenset[Any]:
     """Return what dynamo takes for granted of the sizes: guards, and symbols that it has replaced.
 
-    Either grows when an op or a pass looks at a size. What is asked for once more is no further one: an op that is laid out again
-    asks what the trace asked (that a batch is not 1, for an image's layout).
+    Either grows when an op or a pass looks at a size. What is asked for once more is no further one.
     """
     return frozenset((*guards_of(environment), *environment.replacements))
 
 
-def more_than_one(guards: Iterable[Expression]) -> Iterator[Expression]:
-    """Yield the ways in which torch says of a size that it is more than 1, for each that is known not to be 1: none is 0.
+def is_true_within(assumption: Expression, ranges: Mapping[Any, tuple[int, int]]) -> bool:
+    """Whether a guard is true of all sizes in some ranges; False where that cannot be told, and of a symbol that was replaced.
 
     Args:
-        guards: what is known.
+        assumption: one of :func:`assumptions_of`.
+        ranges: the least and the largest size of each symbol.
     """
-    for guard in guards:
-        if isinstance(guard, sympy.Ne) and getattr(guard.lhs, "is_symbol", False) and guard.rhs == 1:
-            yield from (guard.lhs > 1, guard.lhs >= 2)
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    if not getattr(assumption, "is_Relational", False) or not symbols_in(assumption) <= ranges.keys():
+        return False
+    return bound_sympy(assumption, {one: ValueRanges(*ends) for one, ends in ranges.items()}).lower is sympy.true
 
 
 def why_fixed(error: Exception) -> str | None:

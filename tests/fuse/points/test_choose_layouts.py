@@ -21,7 +21,8 @@ from fusion_advisor.fuse.points.piece_points import PiecePoints
 from fusion_advisor.fuse.points.time_limit import TimeLimit
 from fusion_advisor.fuse.rewrite.region_copy import copy_of
 from fusion_advisor.fuse.shapes.layouts import changed_region, copies_of, open_result
-from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
+from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece
+from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.torch_internals import module_call, symbolic_sizes
 from fusion_advisor.timing.host_timer import WallTimer
 from fusion_advisor.verify.known.passed_checks import PassedChecks
@@ -72,12 +73,12 @@ class OfRows(WallTimer):
         return self.row_ns * seen.rows + self.op_ns * seen.ops
 
 
-def work_on(row_ns=1000, op_ns=10, kept=(), maker=LastToken, in_graph=False, **given):
+def work_on(row_ns=1000, op_ns=10, kept=(), maker=LastToken, in_graph=False, x=None, shapes="batch=2..8,seq=2..64", **given):
     """The work on the ranges of a model's batch and length, by a planted clock."""
     torch.compiler.reset()
-    model, args = maker().eval(), (torch.randn(5, 7, 32),)
+    model, args = maker().eval(), (torch.randn(5, 7, 32) if x is None else x,)
     loaded = describe_live(model, (), {"hidden_states": args[0]})
-    options = options_for("batch=2..8,seq=2..64", **{"keep": "paying", **given})
+    options = options_for(shapes, **{"keep": "paying", **given})
     (call,) = check_ranges(loaded, options)
     call = replace(call, name="" if in_graph else "decode")
     return RangeWork(
@@ -91,9 +92,9 @@ def chosen(points=({"batch": 2, "seq": 2}, {"batch": 8, "seq": 64}), **given):
     """What is chosen for the one piece of a model, the piece's graph and the lines of progress."""
     work = work_on(**given)
     with torch.no_grad():
-        opened = work.ranged.finder(work.capture).next().opened
-        captured = opened.as_captured()
-        found = choose_layouts(work, opened, points)
+        piece = work.ranged.finder(work.capture).next()
+        opened, captured = piece.opened, piece.opened.as_captured()
+        found = choose_layouts(work, piece, points)
         assert (opened.region is not captured.region) == bool(found)
     return found, opened, work.progress
 
@@ -180,7 +181,7 @@ def test_a_change_is_compared_with_the_graph_as_it_was_captured(monkeypatch):
     with torch.no_grad():
         piece = work.ranged.finder(work.capture).next()
         captured = piece.opened.as_captured()
-        assert choose_layouts(work, piece.opened, [{"batch": 8, "seq": 64}]) == ["narrow-rows"]
+        assert choose_layouts(work, piece, [{"batch": 8, "seq": 64}]) == ["narrow-rows"]
         one = decided(work, Workpiece(piece, captured=captured), {"batch": 8, "seq": 64}, ["narrow-rows"], {})
     assert one.row.reason.startswith("all rewrites together: relative error")
 
@@ -220,12 +221,9 @@ class Turned(torch.nn.Module):
 @pytest.mark.parametrize("kept", [(), ("contiguous-rows",)], ids=["left alone", "as the example"])
 def test_rows_that_the_example_copies_once_are_copied_once_at_all_sizes(kept):
     with torch.no_grad():
-        x = torch.randn(5, 7, 1024)
-        opened = capture_open(Turned().eval(), (), {"hidden_states": x}, {"hidden_states": ("batch", "", "")})
-        work = work_on(keep="verified", kept=kept)
-        found = choose_layouts(work, opened, [{"batch": 2}, {"batch": 8}])
-        assert found == [*kept]
-        region = opened.region
+        work, piece = on_a_batch(Turned, torch.randn(5, 7, 1024), kept=kept)
+        assert choose_layouts(work, piece, [{"batch": 2}, {"batch": 8}]) == [*kept]
+        region = piece.opened.region
         values = [node.meta["val"] for node in region.graph.graph.nodes if node.target is torch.ops.aten.add.Tensor]
         assert values and all((value.stride(-1) == 1) == bool(kept) for value in values)
         assert not isinstance(values[-1].shape[0], int)
@@ -242,39 +240,116 @@ def convolutions():
 
 def blocks():
     layers = [part for _ in range(3) for part in (torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU())]
-    return torch.nn.Sequential(*layers, torch.nn.MaxPool2d(2), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()), (8, 12, 12), 3
+    return (
+        torch.nn.Sequential(*layers, torch.nn.MaxPool2d(3, 1), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()),
+        (8, 12, 12),
+        3,
+    )
 
 
 def series():
-    of_images = torch.nn.Unflatten(1, (8, 1)), torch.nn.ReLU(), torch.nn.Flatten(1, 2)  # the trace asks whether there is one
     layers = torch.nn.Conv1d(8, 16, 3, padding=1), torch.nn.GELU(), torch.nn.Conv1d(16, 16, 3, 2, 1), torch.nn.GELU()
-    return torch.nn.Sequential(*of_images, *layers), (8, 24), 2
+    return torch.nn.Sequential(*layers), (8, 24), 2
 
 
-@pytest.mark.parametrize("maker", [convolutions, blocks, series])
-def test_images_and_series_of_an_open_batch_are_laid_channels_last(maker):
+def resized():
+    conv, larger = functools.partial(torch.nn.Conv2d, 8, 8, 3), functools.partial(torch.nn.Upsample, scale_factor=2)
+    layers = conv(), larger(), conv(), larger(mode="bilinear"), torch.nn.ZeroPad2d(1), conv(), torch.nn.Unfold(3, stride=2)
+    return torch.nn.Sequential(*layers), (8, 12, 12), 3
+
+
+CHANNELS_LAST = copies_of(
+    "channels-last", functools.partial(lay_channels_last, is_quicker=lambda _: True, fake_result=open_result)
+)
+
+
+def opened_net(maker, names):
+    """A net, its call captured with some open dims, and how many convolutions it has."""
     torch.manual_seed(0)
     net, shape, count = maker()
-    net = net.eval()
-    rule = functools.partial(lay_channels_last, is_quicker=lambda _: True, fake_result=open_result)
+    dims = (*names, *[""] * (1 + len(shape) - len(names)))
+    sizes = [5, shape[0], 13, 17][: len(names)]
+    opened = capture_open(net.eval(), (), {"input": torch.randn(*sizes, *shape[len(sizes) - 1 :])}, {"input": dims})
+    return net, opened, count
+
+
+@pytest.mark.parametrize("names", [("batch",), ("batch", "", "height"), ("batch", "", "height", "width")])
+@pytest.mark.parametrize("maker", [convolutions, blocks, series, resized])
+def test_images_and_series_of_open_sizes_are_laid_channels_last(maker, names):
     with torch.no_grad():
-        dims = {"input": ("batch", *[""] * len(shape))}
-        opened = capture_open(net, (), {"input": torch.randn(5, *shape)}, dims)
-        region = changed_region(opened, copies_of("channels-last", rule))
+        net, opened, count = opened_net(maker, names[: 3 if maker is series else 4])
+        _, shape, _ = maker()
+        region = changed_region(opened, CHANNELS_LAST, box(batch=(2, 9), height=(11, 30), width=(11, 30)))
         assert not isinstance(region.graph.graph.find_nodes(op="output")[0].args[0][0].meta["val"].shape[0], int)
         laid = [node.meta["val"] for node in region.graph.graph.nodes if node.target is torch.ops.aten.conv2d.default]
         assert len(laid) == count and all(value.stride(1) == 1 for value in laid)
-        for batch in (2, 3, 9):
-            x = torch.randn(batch, *shape)
-            ours, theirs = region.graph(*with_input(region, x))[0], net(x)
+        for batch, *sizes in ((2, 11, 30), (3, 13, 12), (9, 30, 11)):
+            open_sizes = [size for size, name in zip((batch, 0, *sizes), names, strict=False) if name]
+            x = torch.randn(batch, shape[0], *[*sizes[: max(len(names) - 2, 0)], *shape[1:]][: len(shape) - 1])
+            ours, theirs = region.graph(*with_input(region, x, open_sizes))[0], net(x)
             assert ours.stride() == theirs.stride()
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def with_input(region, x):
-    """What a region with one input of an open batch is called with."""
+@pytest.mark.parametrize("sizes", [{"batch": (2, 9), "height": (1, 30)}, {"batch": (2, 9)}, {}])
+def test_a_piece_with_series_of_one_step_has_no_copies_that_ask_for_it(sizes):
+    with torch.no_grad():
+        _, opened, _ = opened_net(series, ("batch", "", "height"))
+        with pytest.raises(LooksAtSizes, match="channels-last"):
+            changed_region(opened, CHANNELS_LAST, box(**sizes))
+
+
+class Ended(torch.nn.Module):
+    """Convolutions, and what follows them."""
+
+    def __init__(self, end):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolutions, self.end = torch.nn.Sequential(*(torch.nn.Conv2d(8, 8, 3) for _ in range(3))), end
+
+    def forward(self, hidden_states):
+        return self.end(self.convolutions(hidden_states))
+
+
+ENDS = {
+    "kept": (lambda images: images * 2.0, True),
+    "rolled": (lambda images: images.roll(1, 3), False),  # keeps channels last on a CPU, and torch says that it does not
+    "rolled and viewed": (lambda images: images.roll(1, 3).view(len(images), -1) * 2.0, False),
+    "rolled ahead": (lambda images: images.view(len(images), -1, 8).roll(1, 2) * 2.0, True),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_copies_after_which_an_op_lies_otherwise_than_torch_says_are_left_out(name):
+    end, is_laid = ENDS[name]
+    with torch.no_grad():
+        work, piece = on_a_batch(lambda: Ended(end), torch.randn(5, 8, 12, 12), effort="usual")
+        found = choose_layouts(work, piece, [{"batch": 2}, {"batch": 9}], [CHANNELS_LAST])
+        assert found == ["channels-last"] * is_laid and sum(
+            "left out, for roll lies" in note for note in work.progress.notes
+        ) == (not is_laid)
+        for batch in (2, 3, 9):
+            x = torch.randn(batch, 8, 12, 12)
+            ours, theirs = piece.opened.region.graph(*with_input(piece.opened.region, x))[0], Ended(end)(x)
+            assert ours.stride() == theirs.stride()
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def on_a_batch(maker, x, **given):
+    """The work on the ranges of a model's batch, and their first piece."""
+    work = work_on(keep="verified", maker=maker, x=x, shapes={"hidden_states": ("batch=2..9", *[None] * (x.dim() - 1))}, **given)
+    return work, work.ranged.finder(work.capture).next()
+
+
+def box(**ranges):
+    return tuple(SizeRange(name=name, least=least, most=most) for name, (least, most) in ranges.items())
+
+
+def with_input(region, x, sizes=()):
+    """What a region with one input is called with: its open sizes in their order, or the batch."""
+    numbers = iter(sizes or [len(x)])
     pairs = zip(region.roles, region.example_args, strict=True)
     return [
-        x if role == "input" and isinstance(one, torch.Tensor) else one if isinstance(one, torch.Tensor) else len(x)
+        x if role == "input" and isinstance(one, torch.Tensor) else one if isinstance(one, torch.Tensor) else next(numbers)
         for role, one in pairs
     ]

@@ -116,6 +116,24 @@ def test_what_a_guard_says_that_a_computed_size_is():
     assert symbolic_sizes.equalities_of([sympy.Eq(least, size), sympy.Eq(size, least), size > 3]) == {least: size}
 
 
+def test_what_is_true_of_all_sizes_of_ranges_is_known():
+    rows, columns = sympy.symbols("rows columns", integer=True, positive=True)
+    ranges = {rows: (2, 16), columns: (8, 40)}
+    for held in (
+        sympy.Ne(rows, 1),
+        rows >= 2,
+        rows <= 16,
+        sympy.Ne(rows * columns, 1),
+        rows * (columns - 7) > 1,
+        rows < columns + 9,
+    ):
+        assert symbolic_sizes.is_true_within(held, ranges), held
+    other = sympy.Symbol("other", integer=True, positive=True)
+    for one in (sympy.Ne(rows, 2), rows > 2, rows < 16, sympy.Eq(rows, 5), rows < columns, sympy.Ne(rows * other, 0), rows, True):
+        assert not symbolic_sizes.is_true_within(one, ranges), one
+    assert not symbolic_sizes.is_true_within(sympy.Ne(rows, 1), {rows: (1, 16)})
+
+
 EXPRESSIONS = {
     "a sum of products": lambda rows, columns: 3 * rows * columns + 2 * rows - 7,
     "a power": lambda rows, columns: rows**2 * columns,
