@@ -349,6 +349,8 @@ def holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
 
 def _is_same(value: Any, before: Any) -> bool:
     """Whether a container holds the very objects that it did: equal ones may be others, and tensors cannot be asked."""
+    if isinstance(value, set):  # a copy may have another order than the set that it was made of
+        return set(map(id, value)) == set(map(id, before))
     if len(value) != len(before) or not all(map(operator.is_, value, before)):
         return isinstance(value, dict) and list(value) == list(before) and _is_same(list(value.values()), list(before.values()))
     return not isinstance(value, dict) or all(map(operator.is_, value.values(), before.values()))

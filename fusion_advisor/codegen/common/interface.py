@@ -7,8 +7,10 @@ text. Identifiers come from an allow-list, numbers are printed as typed literals
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import jinja2
+import jinja2.bccache
 
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import AdvisorError
@@ -223,6 +226,26 @@ def body_of(template: str, **context: object) -> str:
     return "".join(found.blocks["body"](found.new_context(context)))
 
 
+class _KeptTemplates(jinja2.FileSystemBytecodeCache):
+    """What jinja makes of templates, on disk: a damaged file, a full disk or a folder that is gone costs time, and no kernel."""
+
+    def load_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        """Read a template's code; leave the bucket empty where it cannot be read."""
+        try:
+            super().load_bytecode(bucket)
+        except (*_OF_DAMAGED_PICKLES, OSError):
+            bucket.reset()
+
+    def dump_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        """Write a template's code, where that is possible."""
+        with contextlib.suppress(OSError):
+            super().dump_bytecode(bucket)
+
+
+_OF_DAMAGED_PICKLES = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError, ImportError)
+"""The digest ahead of the code is a pickle, for which jinja expects no damage."""
+
+
 @functools.cache
 def environment() -> jinja2.Environment:
     """Return the environment of kernel templates (``templates/``, then ``kernels/``): a missing name is an error.
@@ -232,7 +255,7 @@ def environment() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader([content_dir("templates"), content_dir("kernels")])
     env = jinja2.Environment(
         loader=loader,
-        bytecode_cache=jinja2.FileSystemBytecodeCache(str(cache_folder("jinja"))),
+        bytecode_cache=_KeptTemplates(str(cache_folder("jinja"))),
         undefined=jinja2.StrictUndefined,
         autoescape=False,
         trim_blocks=True,

@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -21,8 +21,11 @@ _LACKS = re.compile(r"^(not )?hasattr\(.*, '(\w+)'\)( == False)?$")
 _OF_DYNAMOS_MAKING = re.compile(r"__import_|___|_\d+_c\d+$")
 """Global names under which dynamo puts Python modules into a function's module."""
 _GENERIC = re.compile(r"object\.__getattribute__\(.*, '(\w+)'\)$")
+_ITEM_BY_PLACE = re.compile(r"dict\.__getitem__\((.+), list\(dict\.keys\(\1\)\)\[(\d+)\]\)$")
 _FRAME = re.compile(r"^FrameLocalsGuardAccessor\(key='(\w+)'")
-_WHOLE = {"ID_MATCH", "EQUALS_MATCH", "CONSTANT_MATCH", "NONE_MATCH", "TRUE_MATCH", "FALSE_MATCH", "DTYPE_MATCH"}
+_WHOLE = {"ID_MATCH", "EQUALS_MATCH", "CONSTANT_MATCH", "NONE_MATCH", "TRUE_MATCH", "FALSE_MATCH", "DTYPE_MATCH",
+          "SET_CONTAINS"}  # fmt: skip
+"""What is compared whole. Of a set dynamo asks one item, which stands in the guard's text as Python shows it."""
 _LENGTHS = {"LENGTH_CHECK", "DICT_LENGTH"}
 _KEYS = {"MAPPING_KEYS_MATCH", "DICT_VERSION"}
 _REGISTRY = "._CAN_RECORD_REGISTRY"
@@ -109,8 +112,13 @@ def _steps_on(way: ast.expr) -> tuple[str, str, list[tuple[str, Any]]]:
             steps.append(("attribute", attribute[1]))
             way = way.args[0]
             continue
-        elif isinstance(way, ast.Call) and ast.unparse(way.func) == "type" and len(way.args) == 1:
-            steps.append(("type", ""))
+        elif (item := _ITEM_BY_PLACE.match(ast.unparse(way))) is not None and isinstance(way, ast.Call):
+            steps.append(("place", int(item[2])))
+            way = way.args[0]
+            continue
+        elif isinstance(way, ast.Call) and len(way.args) == 1 and (called := ast.unparse(way.func)) in ("type", "dict"):
+            if called == "type":  # `dict` copies what shows a class's attributes, and a copy has the same items
+                steps.append(("type", ""))
             way = way.args[0]
             continue
         else:
@@ -121,10 +129,20 @@ def _steps_on(way: ast.expr) -> tuple[str, str, list[tuple[str, Any]]]:
 
 
 def _accessor(kind: str, key: Any, value: Any) -> tuple[str, str]:
-    """Return dynamo's accessor of a step from a value."""
+    """Return dynamo's accessor of a step from a value.
+
+    Raises:
+        CannotDescribe: the step leads to an item whose key cannot be written down.
+    """
+    if kind == "place":
+        key = list(dict.keys(value))[key]
+        if type(key) not in (str, int):
+            raise CannotDescribe(f"dynamo asks for an item of a dict by a {name_of(type(key))}")
     if kind == "type":
         return "TypeGuardAccessor", ""
-    by_item = BY_KEY[0] if isinstance(value, dict) else _BY_PLACE.get(type(value), "")
+    if key == "__dict__" and isinstance(value, type):
+        return "TypeDictGuardAccessor", ""
+    by_item = BY_KEY[0] if isinstance(value, dict | MappingProxyType) else _BY_PLACE.get(type(value), "")
     return (_BY_NAME, key) if kind == "attribute" else (by_item, repr(key))
 
 

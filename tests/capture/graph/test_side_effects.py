@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.capture.graph.side_effects import live_tensors, written_by
+from fusion_advisor.capture.graph.side_effects import Before, live_tensors, written_by
 from fusion_advisor.errors import NotRepeatable
 
 
@@ -113,6 +113,24 @@ def test_contents_are_put_back_when_a_repeat_would_not_write_the_same():
     first = model(torch.ones(1), slot)
     written.rewind()
     assert torch.equal(model(torch.ones(1), slot), first)
+
+
+def test_a_set_that_stays_is_no_change():
+    """A copy of a set may have another order: CLIP's ``_no_split_modules`` was taken for one that each call changes."""
+    model = Model(counts_in_python)
+    model.names = set(range(40))
+    for name in set(range(40)) - {2, 33}:
+        model.names.discard(name)
+    assert list(model.names) != list(model.names.copy())
+    slot = Slot()
+    written = written_by(lambda: model(torch.ones(1), slot), model, (torch.ones(1), slot), {})
+    assert written.contents == [] and written.modules == []
+    before = Before.of(model)
+    assert not before.is_changed()
+    model.names.add(3)
+    assert before.is_changed()
+    before.restore()
+    assert model.names == {2, 33}
 
 
 def test_what_is_kept_in_python_is_put_back():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import pickle
+import shutil
 from pathlib import Path
 
+import jinja2.bccache
 import pytest
 
 import fusion_advisor
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.common.interface import Header, Tuning, environment
 from fusion_advisor.codegen.registry import backend
 from tests.kernel_cases import programs as p
 
@@ -52,3 +55,23 @@ def test_nothing_looks_for_facts_in_a_kernels_text():
     folder = Path(fusion_advisor.__file__).parent
     found = [f"{path.name}:{line}" for path in folder.rglob("*.py") for line in reads_text(ast.parse(path.read_text()))]
     assert found == []
+
+
+CUT = jinja2.bccache.bc_magic + b"\x80\x02"
+NO_CODE = jinja2.bccache.bc_magic + pickle.dumps("another digest", 2) + b"no code"
+
+
+@pytest.mark.parametrize("content", [b"", b"no code", CUT, NO_CODE, None], ids=["empty", "foreign", "cut", "older", "no folder"])
+def test_a_kept_template_that_is_damaged_is_made_again(content, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = "cpp/rowwise.cpp.jinja"
+    environment.__wrapped__().get_template(name)
+    folder = tmp_path / "fusion-advisor" / "jinja"
+    kept = next(path for path in folder.iterdir() if b"rowwise" in path.read_bytes())
+    whole, found = kept.read_bytes(), environment.__wrapped__()
+    if content is None:
+        shutil.rmtree(folder)
+    else:
+        kept.write_bytes(content)
+    assert found.get_template(name).blocks  # where there is no folder any more, nothing can be written either
+    assert content is None or kept.read_bytes() == whole

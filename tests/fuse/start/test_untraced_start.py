@@ -11,7 +11,7 @@ import warnings
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -704,3 +704,89 @@ def test_classes_that_are_one_are_compared(tmp_path):
     with torch.no_grad(), put_in(describe_live(changed, (x,)), tmp_path / "run") as fused:
         assert "layers" in fused.traced_because
         torch.testing.assert_close(fused(x), changed._call_impl(x), rtol=1e-4, atol=1e-5)
+
+
+class Scaled(torch.nn.Module):
+    """A base with a scale."""
+
+    GAINS: ClassVar = {"first": 2.0}
+
+    def scaled(self, x):
+        return x * self.GAINS["first"]
+
+
+class Layer(Scaled):
+    """A layer that calls its base's method, and is compared with its class."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(64, 64)
+
+    def scaled(self, x):
+        return super().scaled(x) * (3.0 if type(self) is Layer else 1.0)
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.scaled(self.lin(x)))
+
+
+class OtherLayer(Layer):
+    """Of another class, with the same code."""
+
+
+SHARED = {"a": 2.0}
+KINDS = {"one": SHARED, "other": SHARED}
+
+
+class Varied(torch.nn.Module):
+    """Leaves layers out that a set names, and walks through a dict two of whose items are one object."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+        self.left_out = {5}
+
+    def forward(self, x):
+        for place, layer in enumerate(self.layers):
+            if place not in self.left_out:
+                x = layer(x)
+        for gains in KINDS.values():
+            x = x * gains["a"]
+        return x
+
+
+def left_out_first(model):
+    model.left_out.add(0)
+
+
+def other_class(model):
+    model.layers[1].__class__ = OtherLayer
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory):
+    found = tmp_path_factory.mktemp("varied") / "run"
+    assert run_of(describe_live(Varied().eval(), (torch.randn(2, 48, 64),)), options_in(found)) == ""
+    return found
+
+
+@pytest.mark.parametrize(("change", "word"), [(None, ""), (left_out_first, "left_out"), (other_class, "OtherLayer")])
+def test_sets_and_what_a_method_finds_of_its_base_are_compared(change, word, varied):
+    """Models with ``super()`` in layers of one class were traced again, and so was CLIP: a dict of its holds one object twice."""
+    x = torch.randn(2, 48, 64)
+    changed = Varied().eval()
+    with torch.no_grad(), put_in(describe_live(changed, (x,)), varied) as fused:
+        assert fused.traced_because == "" and fused.launches == 0
+        torch.testing.assert_close(fused(x), Varied().eval()(x), rtol=1e-4, atol=1e-4)
+        assert fused.launches > 0
+        if change is not None:
+            change(changed)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.testing.assert_close(fused(x), changed._call_impl(x), rtol=1e-4, atol=1e-4)
+        assert word in fused.traced_because
+
+
+def test_objects_of_a_dict_that_are_no_longer_one_are_traced_again(varied):
+    with set_to(KINDS, "other", {"a": 2.0}), put_in(describe_live(Varied().eval(), (torch.randn(2, 48, 64),)), varied) as fused:
+        assert "were one object" in fused.traced_because
