@@ -117,7 +117,8 @@ def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
     is_open = any(isinstance(one, torch.Tensor) and symbolic_sizes.is_symbolic(one) for one in pytree.tree_leaves((args, kwargs)))
     in_python = enable_python_dispatcher() if is_open else contextlib.nullcontext()
     with torch.no_grad(), mode, in_python:
-        return laid_as_in_eager(node, node.target(*args, **kwargs), args, kwargs)
+        result = node.target(*args, **kwargs)
+        return result if is_open else laid_as_in_eager(node, result, args, kwargs)  # which asks whether it is of one image
 
 
 _RESHAPES = frozenset(

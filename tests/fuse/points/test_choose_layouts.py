@@ -279,11 +279,13 @@ def test_images_and_series_of_open_sizes_are_laid_channels_last(maker, names):
     with torch.no_grad():
         net, opened, count = opened_net(maker, names[: 3 if maker is series else 4])
         _, shape, _ = maker()
-        region = changed_region(opened, CHANNELS_LAST, box(batch=(2, 9), height=(11, 30), width=(11, 30)))
+        region = changed_region(opened, CHANNELS_LAST, box(batch=(1, 9), height=(11, 30), width=(11, 30)))
         assert not isinstance(region.graph.graph.find_nodes(op="output")[0].args[0][0].meta["val"].shape[0], int)
         laid = [node.meta["val"] for node in region.graph.graph.nodes if node.target is torch.ops.aten.conv2d.default]
         assert len(laid) == count and all(value.stride(1) == 1 for value in laid)
-        for batch, *sizes in ((2, 11, 30), (3, 13, 12), (9, 30, 11)):
+        for batch, *sizes in ((1, 12, 11), (2, 11, 30), (3, 13, 12), (9, 30, 11)):
+            if not opened.holds({"batch": batch, "height": sizes[0], "width": sizes[1]}):
+                continue  # an image alone is another piece
             open_sizes = [size for size, name in zip((batch, 0, *sizes), names, strict=False) if name]
             x = torch.randn(batch, shape[0], *[*sizes[: max(len(names) - 2, 0)], *shape[1:]][: len(shape) - 1])
             ours, theirs = region.graph(*with_input(region, x, open_sizes))[0], net(x)
