@@ -628,6 +628,19 @@ def test_a_file_that_cannot_be_read_is_not_used(content, folder, tmp_path):
         assert fused.started == f"The model was traced again: the run has no {NAME}."
 
 
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [("", "start.json.gz gives no reason."), ([1], "[1]."), ("red \x1b[31m\ud800", r"red \x1b[31m\ud800."), ("y" * 9999, "y….")],
+    ids=["nothing", "a list", "what a terminal obeys", "a long one"],
+)
+def test_a_reason_of_a_file_is_one_line_to_read(why, said, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    edit(tmp_path / "run", lambda start: start.update(why_not=why))
+    with put_in(a_network(), tmp_path / "run") as fused:
+        assert fused.started.startswith("The model was traced again: ") and fused.started.endswith(said)
+        assert fused.started.isprintable() and len(fused.started) < 500
+
+
 # -- what is not written down --------------------------------------------------------------------------------------------------
 
 
