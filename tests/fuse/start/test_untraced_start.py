@@ -800,6 +800,24 @@ def test_sets_and_what_a_method_finds_of_its_base_are_compared(change, word, var
         assert word in fused.traced_because
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_attribute_of_a_base_that_a_class_hides_is_traced_again(is_before, varied):
+    """Dynamo asks the base alone."""
+    x = torch.randn(2, 48, 64)
+    model = Varied().eval()
+    try:
+        if is_before:
+            Layer.GAINS = {"first": 2.0}
+        with torch.no_grad(), put_in(describe_live(model, (x,)), varied) as fused, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fused(x)
+            Layer.GAINS = {"first": 4.0}
+            torch.testing.assert_close(fused(x), model._call_impl(x), rtol=1e-4, atol=1e-4)
+            assert "GAINS" in fused.traced_because
+    finally:
+        del Layer.GAINS
+
+
 def test_objects_of_a_dict_that_are_no_longer_one_are_traced_again(varied):
     with set_to(KINDS, "other", {"a": 2.0}), put_in(describe_live(Varied().eval(), (torch.randn(2, 48, 64),)), varied) as fused:
         assert "were one object" in fused.traced_because
