@@ -357,6 +357,8 @@ class Unchanged:
             return self.read(value, "__dict__")
         if kind == "TypeDictGuardAccessor":
             return vars(value)  # a class has one for life
+        if kind == "TypeMROGuardAccessor" and not all(self._watch_class(vars(one)) for one in value.__mro__ if can_change(one)):
+            raise Unknown  # a class may hide what another one, which it inherits from, was asked for
         if kind in _ATTRIBUTES:
             return self.read(value, _ATTRIBUTES[kind])
         inside = inside_of(text)

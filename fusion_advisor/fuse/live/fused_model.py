@@ -35,6 +35,7 @@ from fusion_advisor.fuse.shapes.call_form import laid_out
 from fusion_advisor.fuse.shapes.serve import MOST_CALLS, ShapeTable, VerifiedCall
 from fusion_advisor.fuse.slot.in_place import TRANSFORMED, InPlace
 from fusion_advisor.fuse.start.untraced_call import UntracedCall
+from fusion_advisor.report.escape import visible
 from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo
 
 
@@ -139,7 +140,7 @@ class FusedModel(InPlace):
     def started(self) -> str:
         """How a saved plan was put in place: without a trace, or why the model was traced; empty where none was."""
         if self.traced_because:
-            return f"The model was traced again: {self.traced_because}."
+            return f"The model was traced again: {visible(self.traced_because)}."
         return "" if self._untraced is None else "The plan started without a trace."
 
     @property

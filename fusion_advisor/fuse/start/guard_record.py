@@ -13,7 +13,7 @@ import torch
 
 from fusion_advisor.fuse.direct.guard_nodes import OF_PAIRS, inside_of
 from fusion_advisor.fuse.start.described import CannotDescribe, described, layout, name_of
-from fusion_advisor.fuse.start.guard_tree import BY_KEY, Node, Tree, reached, step
+from fusion_advisor.fuse.start.guard_tree import BY_KEY, Node, Tree, holder_of, reached, step
 from fusion_advisor.fuse.start.size_conditions import condition_of
 
 _CONTAINS = re.compile(r"^(not )?___dict_contains\(('[^'\\]*'|\"[^\"\\]*\"|-?\d+), ")
@@ -275,6 +275,8 @@ class _Reader:
             text = inside_of(text) if "(" in text else ""
             inner = self.read(below, reached(kind, text, value), f"{title}{step(kind, text)}")
             found.below.append((kind, text, inner))
+            if kind == "TypeMROGuardAccessor":
+                found.facts += [["found in", name, holder_of(value, name)] for name in _attributes_below(inner)]
         return found
 
     def _facts(self, guard: Any, value: Any, title: str) -> list[list[Any]]:
@@ -308,6 +310,13 @@ class _Reader:
         if name == "NO_HASATTR" and (found := _LACKS.match(text)):
             return [] if found[2].startswith("_dynamo_") else [["has", found[2], not (found[1] or found[3])]]
         raise CannotDescribe(f"dynamo's guard {name} of `{title}`")
+
+
+def _attributes_below(order: Node) -> list[str]:
+    """Return which attributes were read in the classes that a class inherits from; dynamo asks none whether it hides them."""
+    tables = [table for _, _, base in order.below for kind, _, table in base.below if kind == "TypeDictGuardAccessor"]
+    names = [ast.literal_eval(text) for table in tables for kind, text, _ in table.below if kind in BY_KEY]
+    return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
 def _literal(accessor: Any) -> Any:

@@ -165,6 +165,16 @@ def reached(kind: str, text: str, value: Any) -> Any:
     raise CannotDescribe(f"dynamo's {kind} of a {name_of(type(value))}")
 
 
+def holder_of(kind: type, name: str) -> str:
+    """Return the full name of the class that an attribute of a class is found in; empty where there is none.
+
+    Args:
+        kind: the class, which may inherit it.
+        name: of the attribute.
+    """
+    return next((name_of(one) for one in kind.__mro__ if name in vars(one)), "")
+
+
 @functools.lru_cache(maxsize=1024)
 def _literal(text: str) -> Any:
     return ast.literal_eval(text)
@@ -179,6 +189,7 @@ _ANSWERS: dict[str, Callable[[Any, Any], Any]] = {
     "keys": lambda value, _: described(list(value)),
     "contains": lambda value, key: key in value,
     "has": hasattr,
+    "found in": holder_of,
 }
 
 
@@ -255,6 +266,8 @@ def _part_of_item(items: Sequence[tuple[Any, Any]], place: int, part: int) -> An
 def _sentence(title: str, kind: str, argument: Any, now: Any, expected: Any) -> str:
     if kind in ("contains", "has"):
         return f"`{title}` has {'' if now else 'no '}`{argument}` now"
+    if kind == "found in":
+        return f"`{title}.{argument}` is that of {now or 'no class'}, and was that of {expected}"
     if kind == "length":
         return f"`{title}` has {now} items, and had {expected}"
     return f"`{title}` is {_shown(now)}, and was {_shown(expected)}"

@@ -95,7 +95,7 @@ def read_start(folder: Path) -> dict[str, Any] | str:
     if not isinstance(start, dict) or start.get("schema") != SCHEMA:
         return f"{NAME} is of another version"
     if "why_not" in start:
-        return str(start["why_not"])
+        return str(start["why_not"]) or f"{NAME} gives no reason"
     if start.get("capture") != digest_of(folder):
         return f"{NAME} is of another capture"
     return start

@@ -628,6 +628,19 @@ def test_a_file_that_cannot_be_read_is_not_used(content, folder, tmp_path):
         assert fused.started == f"The model was traced again: the run has no {NAME}."
 
 
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [("", "start.json.gz gives no reason."), ([1], "[1]."), ("red \x1b[31m\ud800", r"red \x1b[31m\ud800."), ("y" * 9999, "y….")],
+    ids=["nothing", "a list", "what a terminal obeys", "a long one"],
+)
+def test_a_reason_of_a_file_is_one_line_to_read(why, said, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    edit(tmp_path / "run", lambda start: start.update(why_not=why))
+    with put_in(a_network(), tmp_path / "run") as fused:
+        assert fused.started.startswith("The model was traced again: ") and fused.started.endswith(said)
+        assert fused.started.isprintable() and len(fused.started) < 500
+
+
 # -- what is not written down --------------------------------------------------------------------------------------------------
 
 
@@ -785,6 +798,24 @@ def test_sets_and_what_a_method_finds_of_its_base_are_compared(change, word, var
                 warnings.simplefilter("ignore")
                 torch.testing.assert_close(fused(x), changed._call_impl(x), rtol=1e-4, atol=1e-4)
         assert word in fused.traced_because
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_attribute_of_a_base_that_a_class_hides_is_traced_again(is_before, varied):
+    """Dynamo asks the base alone."""
+    x = torch.randn(2, 48, 64)
+    model = Varied().eval()
+    try:
+        if is_before:
+            Layer.GAINS = {"first": 2.0}
+        with torch.no_grad(), put_in(describe_live(model, (x,)), varied) as fused, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fused(x)
+            Layer.GAINS = {"first": 4.0}
+            torch.testing.assert_close(fused(x), model._call_impl(x), rtol=1e-4, atol=1e-4)
+            assert "GAINS" in fused.traced_because
+    finally:
+        del Layer.GAINS
 
 
 def test_objects_of_a_dict_that_are_no_longer_one_are_traced_again(varied):
