@@ -23,7 +23,7 @@ def laid_otherwise(module: GraphModule, number: SizeNumbers, given: Sequence[Any
     Args:
         module: with fake results.
         number: turns its sizes into numbers.
-        given: what it is called with; what it writes to is not put back.
+        given: its arguments. The caller puts back what the graph writes to.
     """
     run = _Layouts(module, number)
     try:

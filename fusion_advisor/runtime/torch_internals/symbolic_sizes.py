@@ -288,7 +288,7 @@ def assumptions_of(environment: Any) -> frozenset[Any]:
 
 
 def is_true_within(assumption: Expression, ranges: Mapping[Any, tuple[int, int]]) -> bool:
-    """Whether a guard is true of all sizes in some ranges; False where that cannot be told, and of a symbol that was replaced.
+    """Whether a guard is known to be true of all sizes in some ranges. Of a symbol that dynamo replaced nothing is known.
 
     Args:
         assumption: one of :func:`assumptions_of`.

@@ -153,7 +153,8 @@ def test_our_own_trace_is_read_as_the_profile_read_it(tmp_path):
     expected = [
         (work.kernel_name, work.category, min(work.duration_ns, median)) for work, median in zip(middle, medians, strict=True)
     ]
-    assert [(launch.kernel_name, launch.category, launch.duration_ns) for launch in told.launches] == expected
+    found_by_profile = [(launch.kernel_name, launch.category, launch.duration_ns) for launch in told.launches]
+    assert found_by_profile == expected
     assert {w.step for w in found} == {0, 1, 2}
     assert {w.label for w in found if w.is_fusible} >= {"add", "layer_norm", "gelu", "to"}
 
