@@ -194,7 +194,7 @@ def _cell(way: dict[str, Any] | None) -> str:
 def write(rows: Sequence[Row], to: Path) -> None:
     """Write the table and the figures of all rows that have been run."""
     found = [figures(row, report) for row in rows if (report := report_of(row, to)) or (to / f"{row.name}.txt").is_file()]
-    (to / "rows.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (to / "rows.json").write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
     (to / "rows.md").write_text(table(found), encoding="utf-8")
 
 

@@ -217,6 +217,6 @@ def picture(rows: Sequence[Row]) -> str:
 def write(to: Path, rows: Sequence[Row]) -> None:
     """Write ``zoo.json``, ``zoo.md`` and ``zoo.svg``."""
     to.mkdir(parents=True, exist_ok=True)
-    (to / "zoo.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    (to / "zoo.json").write_text(json.dumps([asdict(row) for row in rows], separators=(",", ":")) + "\n", encoding="utf-8")
     (to / "zoo.md").write_text(markdown(rows), encoding="utf-8")
     (to / "zoo.svg").write_text(picture(rows), encoding="utf-8")
