@@ -16,7 +16,6 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.live.model_check import check_region
-from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.shapes.decide_at import decide_at
@@ -58,13 +57,13 @@ def optimise_open(
     given = tuple(region.example_args)
     device = next(value.device for value in given if isinstance(value, torch.Tensor))
     bandwidth = options.bandwidth or measure_bandwidth(device)
-    size_free = {name for name, one in PASSES.items() if not one.needs_numbers}
+    work = Workpiece(Piece(box=_box(opened), opened=opened))
     decided = decide_at(
-        opened, given, options, bandwidth, instruments, Progress(), budget_s=_BUDGET_S, only=size_free.__contains__
+        opened, given, options, bandwidth, instruments, Progress(), budget_s=_BUDGET_S,
+        only=lambda name: name not in work.by_one_size,
     )  # fmt: skip
     if not decided.fusions and not decided.passes:
         return region.original.forward
-    work = Workpiece(Piece(box=_box(opened), opened=opened))
     fusions, _ = all_sized(work, decided.fusions)
     work.forget_records()
     try:

@@ -29,8 +29,9 @@ from fusion_advisor.fuse.passes.constant_folding import evaluate, foldable_nodes
 from fusion_advisor.fuse.rewrite.price import PassEffect
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.records import Arg, Capture, OpClass, OpNode, Ref, TensorMeta
-from fusion_advisor.runtime.torch_internals import aten_ops
-from fusion_advisor.verify.subgraph_oracle import extent
+from fusion_advisor.runtime.torch_internals import aten_ops, fake_mode, symbolic_sizes
+from fusion_advisor.runtime.torch_internals.symbolic_sizes import Symbols
+from fusion_advisor.verify.subgraph_oracle import extent, has_strides
 
 _CAPTURED_ATTENTION = "aten.scaled_dot_product_attention.default"
 """An attention call in a capture."""
@@ -74,33 +75,69 @@ def constant_masks(graph: Graph, region: Region) -> dict[Node, torch.Tensor]:
     return {node: values[mask] for node, mask in calls.items() if mask in values}
 
 
-def share_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
+def share_masks(graph: Graph, region: Region, _constants: dict[str, torch.Tensor]) -> int:
     """Turn a boolean mask that several calls read into the additive one that each of them makes of it.
 
     ``scaled_dot_product_attention`` fills two scalars and runs a ``where`` over the mask in every call: in a decode step of 28
-    layers 84 launches and 122 µs (H200). What it makes is read off one call on tensors of these layouts.
+    layers 84 launches and 122 µs (H200). What it makes is read off one call on tensors of these layouts; of open sizes, on those
+    of the captured call, and :func:`masks_read` tells whether other sizes lead to the same kernel.
 
     Returns:
         How many calls convert their mask no longer.
     """
+    changed = 0
+    for mask, same in _sharing(graph):
+        additive = _additive(same[0])
+        if additive is not None and _put_mask(graph, region, mask, same, additive):
+            changed += len(same)
+    return changed
+
+
+def masks_read(graph: Graph, symbols: Symbols) -> tuple[str, ...]:
+    """Return which kernels serve the attention calls that ``share-masks`` changes, at some sizes; nothing is computed.
+
+    What a kernel reads in place of a boolean mask is its own: cuDNN's is given another number for "not allowed" in some releases.
+
+    Args:
+        graph: with open sizes.
+        symbols: the size of each.
+    """
+    found = []
+    for _, (call, *_) in _sharing(graph):
+        operands = [attention_argument(call, name).meta["val"] for name in ATTENTION_ARGUMENTS[:4]]
+        found.append(aten_ops.attention_kernel(*fake_mode.lying_at(operands, symbols), **_options(call)))
+    return tuple(found)
+
+
+def _sharing(graph: Graph) -> list[tuple[Node, list[Node]]]:
+    """Return the boolean masks that several calls of one layout read, each with these calls."""
     theirs = {key for node in graph.nodes for key in written_storages(node)}
     groups: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         mask = attention_argument(node, "attn_mask") if node.target is ATTENTION else None
         if not isinstance(mask, Node) or attention_argument(node, "is_causal") or attention_argument(node, "dropout_p"):
             continue
-        if mask.meta["val"].dtype == torch.bool and not theirs.intersection(storages(mask)):
-            query = attention_argument(node, "query").meta["val"]
-            groups.setdefault((mask, query.dtype, query.device), []).append(node)
-    changed = 0
-    for (mask, *_), calls in groups.items():
-        same = [call for call in calls if _layouts(call) == _layouts(calls[0])]
-        additive = _additive(same[0]) if len(same) > 1 else None
-        if additive is None:
+        value = mask.meta["val"]
+        if value.dtype != torch.bool or theirs.intersection(storages(mask)):
             continue
-        _put_mask(graph, mask, same, additive)
-        changed += len(same)
-    return changed
+        if symbolic_sizes.is_symbolic(value) and not _reads_a_tensor(mask):  # at some sizes it says no more than a flag
+            continue
+        query = attention_argument(node, "query").meta["val"]
+        groups.setdefault((mask, query.dtype, query.device), []).append(node)
+    found = [(mask, [call for call in calls if _layouts(call) == _layouts(calls[0])]) for (mask, *_), calls in groups.items()]
+    return [(mask, same) for mask, same in found if len(same) > 1]
+
+
+def _reads_a_tensor(mask: Node) -> bool:
+    """Whether a mask follows from more than sizes."""
+    seen, waiting = {mask}, [mask]
+    for node in waiting:
+        if node.op in ("placeholder", "get_attr"):
+            return True
+        fresh = [one for one in node.all_input_nodes if one not in seen and not symbolic_sizes.is_size(one.meta.get("val"))]
+        seen.update(fresh)
+        waiting += fresh
+    return False
 
 
 def group_query_heads(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
@@ -173,23 +210,25 @@ def _additive(call: Node) -> torch.Tensor | None:
 
 
 def _any_like(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a layout, expanded ones too: zeros, or a mask of both values."""
-    memory = torch.zeros(extent(value), dtype=value.dtype, device=value.device)
+    """Return a tensor of a layout, expanded ones too, of open sizes as in the captured call: zeros, or a mask of both values."""
+    laid = symbolic_sizes.at_example(value)
+    memory = torch.zeros(extent(laid), dtype=value.dtype, device=value.device)
     if value.dtype == torch.bool:
         memory[::2] = True
-    return memory.as_strided(value.shape, value.stride())
+    return memory.as_strided(laid.shape, laid.stride())
 
 
 def _layouts(call: Node) -> tuple[Any, ...]:
     values = [attention_argument(call, name).meta["val"] for name in ATTENTION_ARGUMENTS[:3]]
-    return (*((value.shape, value.stride(), value.dtype) for value in values), *sorted(_options(call).items()))
+    return (*map(symbolic_sizes.layout_key, values), *sorted(_options(call).items()))
 
 
 def _options(call: Node) -> dict[str, Any]:
     return {name: value for name, value in call.kwargs.items() if name not in ATTENTION_ARGUMENTS}
 
 
-def _put_mask(graph: Graph, mask: Node, calls: list[Node], additive: torch.Tensor) -> None:
+def _put_mask(graph: Graph, region: Region, mask: Node, calls: list[Node], additive: torch.Tensor) -> bool:
+    """Give calls the additive mask; whether an op makes it as they do, strides included."""
     like, first = mask.meta["val"], calls[0]
     origin: dict[str, Any] = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
     with graph.inserting_before(first):
@@ -200,12 +239,17 @@ def _put_mask(graph: Graph, mask: Node, calls: list[Node], additive: torch.Tenso
             scalar.meta = {**origin, "val": like.new_empty((), dtype=additive.dtype)}
             numbers.append(scalar)
         made = graph.call_function(torch.ops.aten.where.self, (mask, *numbers))
-        made.meta = {**origin, "val": like.new_empty_strided(like.shape, additive.stride(), dtype=additive.dtype)}
+        made.meta = {**origin, "val": fake_mode.fake_result(region.graph, made)}
+    if not has_strides(symbolic_sizes.at_example(made.meta["val"]), additive.stride()):
+        for node in (made, *numbers):
+            graph.erase_node(node)
+        return False
     for call in calls:
         arguments = [attention_argument(call, name) for name in ATTENTION_ARGUMENTS[:4]]
         rest = call.args[4:]
         call.args = (*arguments[:3], made, *rest)
         call.kwargs = {name: value for name, value in call.kwargs.items() if name not in ATTENTION_ARGUMENTS[:4]}
+    return True
 
 
 def meaning_of(mask: torch.Tensor) -> str | None:
@@ -315,7 +359,7 @@ SHARE_MASKS = PassRewrite(
     id="share-masks",
     title="shared attention masks",
     apply=share_masks,
-    needs_numbers=True,
+    reads_off=masks_read,
     predict=_shared_masks_ns,
     after={"drop-masks": "a mask that becomes a flag needs no additive form"},
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from torch.fx import Graph
+
 from fusion_advisor.fuse.loss.budget import MEMORY_BUDGET
 from fusion_advisor.fuse.loss.recompute_options import RECOMPUTE_OPTIONS
 from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
@@ -26,6 +28,7 @@ from fusion_advisor.fuse.rewrite.collective_kernels import ALL_REDUCE_NORM
 from fusion_advisor.fuse.rewrite.record import LayoutRewrite, PassRewrite, Rewrite
 from fusion_advisor.fuse.rewrite.scan_kernels import SCAN_KERNELS
 from fusion_advisor.records import GraphRewrite, RewriteStage, Status
+from fusion_advisor.runtime.torch_internals.symbolic_sizes import Symbols
 
 REWRITES: tuple[Rewrite, ...] = (
     LINEAR_CROSS_ENTROPY,
@@ -79,6 +82,17 @@ def order_faults(rewrites: Sequence[Rewrite]) -> list[str]:
         faults += [f"{rewrite.id} must come after {other}: {why}" for other, why in rewrite.after.items() if other not in earlier]
         earlier.add(rewrite.id)
     return faults
+
+
+def size_bound(graph: Graph, ends: Sequence[Symbols]) -> frozenset[str]:
+    """Return the ids of the graph passes that serve no range: what they go by is not the same at all its ends.
+
+    Args:
+        graph: with open sizes.
+        ends: the size of each, at every end of the range.
+    """
+    readers = {name: one.reads_off for name, one in PASSES.items() if one.reads_off is not None}
+    return frozenset(name for name, read in readers.items() if len({read(graph, symbols) for symbols in ends}) > 1)
 
 
 def kept_ids(rows: Iterable[GraphRewrite]) -> tuple[str, ...]:

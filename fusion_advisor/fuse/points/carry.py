@@ -79,9 +79,10 @@ def with_more_passes(
         LooksAtSizes: a pass took one size for all.
     """
     options, sizes = work.options, one.served.sizes
+    left_out = work.refused | workpiece.by_one_size
     open_to_all = [
         name for name, rewrite in PASSES.items()
-        if options.wants(name) and name not in work.refused and (options.freeze or not rewrite.needs_freeze)
+        if options.wants(name) and name not in left_out and (options.freeze or not rewrite.needs_freeze)
     ]  # fmt: skip
     changed = Bench(live, on_cuda=work.on_cuda).with_passes(open_to_all).changed
     for name in open_to_all:

@@ -21,7 +21,6 @@ from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
-from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import CACHED
@@ -64,7 +63,7 @@ class RangeWork:
         kept: ids of rewrites of the example's plan.
         ahead: compiles kernels side by side.
         pads: whether calls may run in CUDA graphs of larger shapes, where it is proved that padding changes nothing.
-        refused: graph passes that look at numbers or at tensors of one size.
+        refused: graph passes that decide by one size.
         starts: by piece, what it needs to start without a trace.
     """
 
@@ -80,7 +79,7 @@ class RangeWork:
     kept: Collection[str] = ()
     ahead: BuildAhead | None = None
     pads: bool = False
-    refused: set[str] = field(default_factory=lambda: {name for name, one in PASSES.items() if one.needs_numbers})
+    refused: set[str] = field(default_factory=set)
     starts: dict[Box, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -198,9 +197,10 @@ def decided(
     where = tuple(sizes.items())
     given, written = work.graph_call(workpiece.opened, sizes)
     work.progress.note(f"at {text_of(sizes)}")
+    left_out = work.refused | workpiece.by_one_size
     found = decide_at(
         workpiece.opened, given, work.options, work.bandwidth, work.instruments, WatchedProgress(work.limit),
-        budget_s=work.budget_s, only=lambda name: name not in work.refused, written=written, ahead=work.ahead, passed=work.passed,
+        budget_s=work.budget_s, only=lambda name: name not in left_out, written=written, ahead=work.ahead, passed=work.passed,
     )  # fmt: skip
     fusions, dropped = all_sized(workpiece, found.fusions)
     refused = *found.refused, *(name for name in open_layouts() if name in work.refused)

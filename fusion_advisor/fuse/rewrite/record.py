@@ -6,7 +6,7 @@ rewrite of a kind is one file in :mod:`fusion_advisor.fuse.passes` and one line 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass
 from fusion_advisor.fuse.rewrite.price import PassEffect
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
 from fusion_advisor.records import RewriteStage
+from fusion_advisor.runtime.torch_internals.symbolic_sizes import Symbols
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,8 +46,8 @@ class PassRewrite(Rewrite):
     """Whether it is tried under ``--freeze`` alone."""
     is_in_trace: bool = False
     """Whether the trace was made with it in place: then the trace says nothing of its saving, which is timed instead."""
-    needs_numbers: bool = False
-    """Whether it looks at tensors of the graph's sizes: then it serves no graph whose sizes are open."""
+    reads_off: Callable[[Graph, Symbols], Hashable] | None = None
+    """What it reads off at the sizes of the captured call and goes by: it serves a range where that is equal at all ends."""
     stage: ClassVar[RewriteStage] = RewriteStage.PASS
 
 

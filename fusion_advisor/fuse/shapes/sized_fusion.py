@@ -20,7 +20,7 @@ from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_o
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed
 from fusion_advisor.fuse.decide.session import BuiltFusion
-from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.passes.registry import PASSES, size_bound
 from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.fuse.rewrite.sized_call import sized_call
 from fusion_advisor.fuse.shapes.open_kernel import OpenKernels, for_all_sizes, programs_at, tried_points
@@ -84,6 +84,14 @@ class Workpiece:
     def points(self) -> Sequence[Point]:
         """Sizes at which chains are lowered: primes, where there are some."""
         return self._points
+
+    @functools.cached_property
+    def by_one_size(self) -> frozenset[str]:
+        """Ids of graph passes that go by something else at one end of the piece than at another."""
+        box = [one for one in self.piece.box if one.name in self.names]
+        ends = [dict(zip(self.names, sizes, strict=True)) for sizes in itertools.product(*((one.least, one.most) for one in box))]
+        symbols = [self.opened.symbols({**self.fixed, **end}) for end in ends]
+        return size_bound(self.opened.region.graph.graph, symbols)
 
     @property
     def first_point(self) -> Point:
@@ -319,9 +327,12 @@ def build(work: Workpiece, fusions: Sequence[BuiltFusion], passes: Sequence[str]
         passes: ids of graph passes.
 
     Raises:
-        LooksAtSizes: a pass asked dynamo for the number that stands for an open size; this graph must not be used any more.
+        LooksAtSizes: a pass goes by one size, or asked dynamo for the number that stands for an open one. This graph must not be
+            used any more.
     """
     sites = [site for fusion in fusions for site in fusion.sites]
+    for name in work.by_one_size.intersection(passes):
+        raise LooksAtSizes(name)
     watched = [_watching(name, PASSES[name].apply, work) for name in PASSES if name in passes]
     module, _ = rewrite_region(work.opened.region, work.index_of, sites, watched)
     let_nodes_stand_for_sizes(module)  # a pass writes a value's shape into the ops that it makes

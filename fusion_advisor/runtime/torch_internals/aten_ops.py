@@ -106,9 +106,18 @@ def has_attention_kernel(query: torch.Tensor, *arguments: Any, **options: Any) -
         arguments: the next ones.
         options: arguments by name.
     """
+    return bool(attention_kernel(query, *arguments, **options))
+
+
+def attention_kernel(query: torch.Tensor, *arguments: Any, **options: Any) -> str:
+    """Return the op of the one kernel that serves an attention call; empty where torch computes the formula op by op.
+
+    The arguments are those of :func:`has_attention_kernel`.
+    """
     with torch.no_grad(), fake_mode_of([query]), OpLog() as log:
         torch.ops.aten.scaled_dot_product_attention.default(query, *arguments, **options)
-    return any(name.startswith(_ATTENTION_KERNELS) and "attention_math" not in name for name, _ in log.seen)
+    kernels = [name for name, _ in log.seen if name.startswith(_ATTENTION_KERNELS) and "attention_math" not in name]
+    return next(iter(kernels), "")
 
 
 def is_finite_where_all_is_hidden(

@@ -37,6 +37,25 @@ def fake_tensors(values: list[Any]) -> list[Any]:
     return [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
+def lying_at(values: Sequence[torch.Tensor], symbols: symbolic_sizes.Symbols) -> list[torch.Tensor]:
+    """Return fake tensors, all of one new mode, that lie as tensors of open sizes do at some sizes.
+
+    Args:
+        values: fake ones.
+        symbols: the size of each.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def number(size: Any) -> int:
+        return int(symbolic_sizes.at_sizes(symbolic_sizes.expression_of(size), symbols))
+
+    with FakeTensorMode():
+        return [
+            torch.empty_strided([*map(number, one.shape)], [*map(number, one.stride())], dtype=one.dtype, device=one.device)
+            for one in values
+        ]
+
+
 def written_arguments(call: Callable[..., Any], args: Sequence[Any]) -> frozenset[int]:
     """Return the places of the tensors that a call writes to.
 
