@@ -116,20 +116,23 @@ def at_sizes(expression: Expression, symbols: Symbols) -> Any:
 
 
 def _plain_value(expression: Expression, symbols: Symbols) -> int | bool | None:
-    """Return the value of sums, products and powers of symbols and integers, and of what compares them; None for all others.
+    """Return the value of what is made of symbols and integers by the usual operations, comparisons among them; None of all else.
 
-    Nearly all sizes and guards are such, and sympy takes 60 to 100 µs for one. The first call at new sizes asks for about 40.
+    Nearly all sizes and guards are such, and sympy takes 60 to 300 µs for one. The first call at new sizes asks for about 40.
     """
     if expression.is_Symbol:
         return symbols.get(expression)
     if expression.is_Integer:
         return int(expression)
-    if not (expression.is_Add or expression.is_Mul or expression.is_Pow or expression.is_Relational):
+    function = _FUNCTIONS.get(type(expression).__name__)
+    if not (function or expression.is_Add or expression.is_Mul or expression.is_Pow or expression.is_Relational):
         return None
     values = [_plain_value(one, symbols) for one in expression.args]
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
+    if function is not None:
+        return function(known)
     if expression.is_Relational:
         compare = _COMPARISONS.get(expression.rel_op)
         return None if compare is None else compare(*known)
@@ -142,6 +145,19 @@ def _plain_value(expression: Expression, symbols: Symbols) -> int | bool | None:
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
+
+
+def _of_two(call: Callable[[int, int], int]) -> Callable[[Sequence[int]], int | None]:
+    """Leave what is divided by zero, or by less, to sympy."""
+    return lambda values: call(*values) if len(values) == 2 and values[1] > 0 else None
+
+
+_FUNCTIONS: Mapping[str, Callable[[Sequence[int]], int | bool | None]] = {
+    "Min": min, "Max": max, "And": all, "Or": any, "Not": lambda values: not values[0],
+    "FloorDiv": _of_two(operator.floordiv), "CeilDiv": _of_two(lambda size, by: -(-size // by)),
+    "PythonMod": _of_two(operator.mod),
+}  # fmt: skip
+"""By the names of sympy's classes and of torch's."""
 
 
 def computing(expression: Expression, symbols: Sequence[Any]) -> Callable[..., Any]:

@@ -53,6 +53,24 @@ def test_an_expression_without_a_size_for_its_symbol_is_refused():
     assert symbolic_sizes.symbols_in(7) == set()
 
 
+def test_usual_operations_are_computed_as_sympy_does():
+    from torch.utils._sympy.functions import CeilDiv, FloorDiv, PythonMod
+
+    a, b = sympy.symbols("a b", integer=True, positive=True)
+    smaller = sympy.Min(a, 8)
+    found = [
+        smaller, sympy.Max(a, b), 3 * smaller + FloorDiv(a + b, 4), CeilDiv(a, 3), FloorDiv(a, b), PythonMod(a, b),
+        sympy.Or(sympy.Eq(smaller, b), a > 9), sympy.And(a > 3, b > 3), sympy.Not(sympy.Or(sympy.Eq(smaller, b), b > 9)),
+    ]  # fmt: skip
+    for expression in found:
+        for sizes in ((1, 1), (5, 2), (9, 4), (64, 10)):
+            symbols = dict(zip((a, b), sizes, strict=True))
+            by_sympy = expression.xreplace({symbol: sympy.Integer(size) for symbol, size in symbols.items()})
+            assert symbolic_sizes.at_sizes(expression, symbols) == (bool(by_sympy) if by_sympy.is_Boolean else int(by_sympy))
+    with pytest.raises(ValueError, match="without a size"):
+        symbolic_sizes.at_sizes(smaller, {b: 3})
+
+
 def test_what_is_symbolic_is_known_from_what_is_not():
     values, environment = traced(lambda x: x * 2, torch.randn(5, 7))
     assert symbolic_sizes.is_symbolic(values[-1]) and symbolic_sizes.is_symbolic(values[-1].shape[0])
