@@ -1,7 +1,7 @@
 """A captured graph of ATen ops in plain data, and the same graph made again.
 
-Ops are named in full and looked up among torch's own; no code is read from a file. Layouts stand in a table, with a number for
-each storage, so that what shares memory shares it again. Constants are written as bytes.
+Ops are named in full and looked up among those that torch knows; no code is read from a file. Layouts stand in a table, with a
+number for each storage, so that what shares memory shares it again. Constants are written as bytes.
 """
 
 from __future__ import annotations
@@ -279,23 +279,33 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _op_of(name: str) -> Callable[..., Any]:
-    """Return an op of ATen's by its full name.
+    """Return an op of torch's dispatcher by its full name: ATen's, or another library's that computes tensors from tensors.
 
     Raises:
-        CannotDescribe: there is none, or it is one of those that open files.
+        CannotDescribe: there is none, or it may do more than compute: open a file, write to what it is given.
     """
     if name == "getitem":
         return operator.getitem
     if name in _OF_SIZES:
         return _OF_SIZES[name]
     space, *rest = name.split(".")
-    if space != "aten" or len(rest) != 2 or rest[0] in _FILES:
-        raise CannotDescribe(f"the op {name!r:.80}, which is none of ATen's")
-    packet = getattr(torch.ops.aten, rest[0], None)
+    if len(rest) != 2:
+        raise CannotDescribe(f"the op {name!r:.80}, which is none of torch's")
+    packet = getattr(getattr(torch.ops, space, None), rest[0], None)
     found = getattr(packet, rest[1], None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
     if not isinstance(found, torch._ops.OpOverload):
         raise CannotDescribe(f"the op {name!r:.80}, which torch does not have")
+    only_computes = rest[0] not in _FILES if space == "aten" else _computes_tensors(found._schema)
+    if not only_computes:
+        raise CannotDescribe(f"the op {name!r:.80}, which may do more than compute")
     return found
+
+
+def _computes_tensors(schema: torch.FunctionSchema) -> bool:
+    """Whether an op takes tensors and numbers, no names of files or objects, gives tensors, and writes to none."""
+    taken, given = ([str(one.type) for one in values] for values in (schema.arguments, schema.returns))
+    is_plain = not any(word in kind for kind in (*taken, *given) for word in ("str", "Any", "__torch__"))
+    return is_plain and not schema.is_mutable and all(any("Tensor" in kind for kind in kinds) for kinds in (taken, given))
 
 
 def _tensor(row: dict[str, Any], device: torch.device) -> torch.Tensor:

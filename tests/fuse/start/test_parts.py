@@ -155,6 +155,35 @@ def test_a_graph_made_again_is_the_same_graph(model_of):
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("schema", "is_described"),
+    [
+        ("(Tensor x, Tensor[] more, float by, int[]? sizes=None) -> Tensor", True), ("(Tensor x, str path) -> Tensor", False),
+        ("(Tensor(a!) x) -> Tensor", False), ("(Tensor x) -> int", False), ("(float by) -> Tensor", False),
+    ],
+)  # fmt: skip
+def test_an_op_of_another_library_is_described_where_it_computes_tensors(schema, is_described):
+    with torch.library._scoped_library("of_a_test", "DEF") as library:
+        library.define(f"twice{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl("twice", lambda x, *_: x * 2, "CompositeExplicitAutograd")
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        (x.meta["val"],) = fake_mode.fake_tensors([torch.rand(3)])
+        made = graph.call_function(torch.ops.of_a_test.twice.default, (x, [x], 0.5) if "more" in schema else (x,))
+        made.meta["val"] = x.meta["val"]
+        graph.output((made,))
+        module = torch.fx.GraphModule(torch.nn.Module(), graph)
+        if not is_described:
+            with pytest.raises(CannotDescribe, match="which may do more than compute"):
+                encode_graph(module)
+            return
+        data = json.loads(json.dumps(encode_graph(module)))
+        again = decode_graph(data, torch.device("cpu"))
+        assert torch.equal(again(torch.ones(3))[0], torch.full((3,), 2.0))
+    with pytest.raises(CannotDescribe, match="which torch does not have"):  # its library is not loaded
+        decode_graph(data, torch.device("cpu"))
+
+
 def of_sizes(x):
     """Values of sizes that are computed: a sum, a product, half of a size."""
     rows, width = x.shape

@@ -574,12 +574,12 @@ def with_op(name):
 
 DAMAGES = {
     "other inputs": (swap_inputs, "the stored graph computes something else: result"),
-    "an op that writes a file": (open_a_file, "none of ATen's"),
+    "an op that writes a file": (open_a_file, "may do more than compute"),
     "code for an input": (evil_placeholder, "a name like"),
     "code for an option": (evil_option, "a name like"),
     "code for an attribute": (evil_attribute, "a name like"),
     "a keyword for a name": (evil_name, "a name like 'import'"),
-    "a function of Python's": (with_op("os.system"), "none of ATen's"),
+    "a function of Python's": (with_op("os.system"), "none of torch's"),
     "an input named as a keyword": (input_named_as_a_keyword, "a name like"),
     "an input with a default": (input_with_a_default, "an input with a default"),
     "an op that is not there": (with_op("aten.no_such.default"), "torch does not have"),
