@@ -10,6 +10,7 @@ assumed here: the mask is evaluated, which is only possible because it depends o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ def constant_masks(graph: Graph, region: Region) -> dict[Node, torch.Tensor]:
     return {node: values[mask] for node, mask in calls.items() if mask in values}
 
 
-def share_masks(graph: Graph, region: Region, _constants: dict[str, torch.Tensor]) -> int:
+def share_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
     """Turn a boolean mask that several calls read into the additive one that each of them makes of it.
 
     ``scaled_dot_product_attention`` fills two scalars and runs a ``where`` over the mask in every call: in a decode step of 28
@@ -88,7 +89,7 @@ def share_masks(graph: Graph, region: Region, _constants: dict[str, torch.Tensor
     changed = 0
     for mask, same in _sharing(graph):
         additive = _additive(same[0])
-        if additive is not None and _put_mask(graph, region, mask, same, additive):
+        if additive is not None and _put_mask(graph, mask, same, additive):
             changed += len(same)
     return changed
 
@@ -227,9 +228,15 @@ def _options(call: Node) -> dict[str, Any]:
     return {name: value for name, value in call.kwargs.items() if name not in ATTENTION_ARGUMENTS}
 
 
-def _put_mask(graph: Graph, region: Region, mask: Node, calls: list[Node], additive: torch.Tensor) -> bool:
-    """Give calls the additive mask; whether an op makes it as they do, strides included."""
+def _put_mask(graph: Graph, mask: Node, calls: list[Node], additive: torch.Tensor) -> bool:
+    """Give calls the additive mask; whether it lies as the boolean one, or row by row, at any size."""
     like, first = mask.meta["val"], calls[0]
+    rows = [math.prod(like.shape[dim + 1 :]) for dim in range(like.dim())]
+    # What torch.where returns on fake tensors would ask whether a size is 1.
+    laid = (like.new_empty_strided(like.shape, stride, dtype=additive.dtype) for stride in (like.stride(), rows))
+    result = next((one for one in laid if has_strides(symbolic_sizes.at_example(one), additive.stride())), None)
+    if result is None:
+        return False
     origin: dict[str, Any] = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
     with graph.inserting_before(first):
         numbers = []
@@ -239,11 +246,7 @@ def _put_mask(graph: Graph, region: Region, mask: Node, calls: list[Node], addit
             scalar.meta = {**origin, "val": like.new_empty((), dtype=additive.dtype)}
             numbers.append(scalar)
         made = graph.call_function(torch.ops.aten.where.self, (mask, *numbers))
-        made.meta = {**origin, "val": fake_mode.fake_result(region.graph, made)}
-    if not has_strides(symbolic_sizes.at_example(made.meta["val"]), additive.stride()):
-        for node in (made, *numbers):
-            graph.erase_node(node)
-        return False
+        made.meta = {**origin, "val": result}
     for call in calls:
         arguments = [attention_argument(call, name) for name in ATTENTION_ARGUMENTS[:4]]
         rest = call.args[4:]

@@ -360,7 +360,8 @@ def finished(work: Workpiece, module: GraphModule, sizes: Sizes, *, with_flags: 
 
 def _watching(name: str, apply: GraphPass, work: Workpiece) -> GraphPass:
     def run(graph: Any, region: Any, constants: dict[str, Any]) -> int:
-        with watched(name, work.opened, work.piece.box):
+        # As in the trace: else a tensor of open sizes asks whether one of them is 1, to tell how it lies.
+        with watched(name, work.opened, work.piece.box), symbolic_sizes.ones_among_the_sizes():
             return apply(graph, region, constants)
 
     return run
