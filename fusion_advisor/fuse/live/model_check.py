@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fusion_advisor.capture.graph.fx_nodes import draws_numbers
 from fusion_advisor.capture.graph.side_effects import Written, live_tensors
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.cuda_graph.capturable import writes_of
@@ -214,7 +215,7 @@ def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:
     slots = sorted(writes_of(region.graph)[0])
     ours, theirs = (_region_outcome(call, region, slots) for call in (fused, region.original.forward))
     oracle, name = None, "eager"
-    if not any(_is_random(node) for node in region.graph.graph.nodes):
+    if not any(draws_numbers(node) for node in region.graph.graph.nodes):
         try:
             oracle = _region_outcome(Wide(region.graph).run, region, slots, is_wide=True)
             name = "float64"
@@ -237,10 +238,6 @@ def _region_outcome(call: Callable[..., Any], region: Region, slots: Sequence[in
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         outputs = named_tensors(call(*args))
     return _Outcome(outputs=outputs, written={str(slot): args[slot] for slot in slots})
-
-
-def _is_random(node: torch.fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 class Wide(torch.fx.Interpreter):
