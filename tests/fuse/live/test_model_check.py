@@ -187,8 +187,11 @@ class Attends(torch.nn.Module):
         return torch.nn.functional.dropout(torch.nn.functional.scaled_dot_product_attention(x, x, x), self.drops) * 2
 
 
-@pytest.mark.parametrize(("drops", "oracle"), [(0.0, "float64"), (0.5, "eager")])
-def test_a_graph_that_draws_no_numbers_is_compared_with_float64(drops, oracle):
+@pytest.mark.parametrize(
+    ("drops", "dtype", "oracle"),
+    [(0.0, torch.float32, "float64"), (0.0, torch.bfloat16, "float32"), (0.5, torch.float32, "eager")],
+)
+def test_a_graph_that_draws_no_numbers_is_compared_with_a_wider_one(drops, dtype, oracle):
     """With eager alone to compare with, eight units in the last place refused right numbers of large weights."""
-    region = capture_regions(Attends(drops), (torch.randn(2, 8, 16),), {}).regions[0]
+    region = capture_regions(Attends(drops), (torch.randn(2, 8, 16, dtype=dtype),), {}).regions[0]
     assert check_region(region, region.graph.forward).oracle == oracle
