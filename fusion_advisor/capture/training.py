@@ -16,16 +16,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fusion_advisor.capture.graph.side_effects import holds
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.trace.events import MODULE_RANGE, Event, Trace
 from fusion_advisor.capture.written_parameters import parameters_kept
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.records import ModuleTime, Training
-from fusion_advisor.runtime.call_tensors import tensors_in
+from fusion_advisor.runtime.call_tensors import tensors_in, what_it_lacks
 from fusion_advisor.runtime.torch_internals.dispatcher import hooks_on_leaves_paused
 
 OWN_LOSS = "the model's own"
 MEAN_LOSS = "the mean of the outputs in fp32"
+_FROZEN = "all of its parameters are frozen; call requires_grad_() on those that are to learn"
+_NO_LOSS = "none of its floating-point outputs depends on a parameter with gradients"
 _ENGINE = "autograd::engine::evaluate_function: "
 _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
 """A number inside a path is a layer's; the last number in a path distinguishes the members of a ``Sequential``."""
@@ -69,17 +72,20 @@ class TrainingStep:
         for one in self._asking:
             one.grad = None
         with torch.enable_grad():
-            loss, self.loss = loss_of(self._call(*self._args, **self._kwargs), model_id=self._model_id)
+            output, weights = self._call(*self._args, **self._kwargs), list(self._model.parameters())
+            is_frozen = bool(weights) and not any(one.requires_grad for one in weights)
+            loss, self.loss = loss_of(output, model_id=self._model_id, is_frozen=is_frozen)
             loss.backward()
 
 
-def loss_of(output: Any, *, model_id: str = "model") -> tuple[torch.Tensor, str]:
+def loss_of(output: Any, *, model_id: str = "model", is_frozen: bool = False) -> tuple[torch.Tensor, str]:
     """Return the scalar that a backward pass begins at, and what it is in words.
 
     Args:
         output: of a forward pass with gradients. Its ``loss``, where it is a scalar that depends on a parameter; else the mean of
             every floating-point output, computed in fp32, and the sum of these means.
         model_id: for the error message only.
+        is_frozen: no parameter asks for a gradient; for the message too.
 
     Raises:
         NotTrainable: no output depends on a parameter.
@@ -90,7 +96,7 @@ def loss_of(output: Any, *, model_id: str = "model") -> tuple[torch.Tensor, str]
     leaves = [tensor for leaf in pytree.tree_leaves(output) for _, tensor in tensors_in("output", leaf)]
     means = [leaf.float().mean() for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
     if not means:
-        raise NotTrainable(model_id=model_id, detail="none of its floating-point outputs depends on a parameter with gradients")
+        raise NotTrainable(model_id=model_id, detail=_FROZEN if is_frozen else _NO_LOSS)
     return torch.stack(means).sum(), MEAN_LOSS
 
 
@@ -130,12 +136,16 @@ def _ended(one: torch.Tensor) -> torch.Tensor:
 def in_training(model: torch.nn.Module) -> Iterator[None]:
     """Switch a model to ``train()`` inside; modes, buffers and gradients are put back after, as the steps have changed them.
 
-    So are parameters that the forward pass itself writes to (:func:`parameters_kept`).
+    So are tensors that are plain attributes, and parameters that the forward pass itself writes to (:func:`parameters_kept`).
+    Other attributes stay as the steps leave them: in one DistributedDataParallel notes that it has counted the gradients.
     The parts of a model that is in ``train()`` mode already keep their modes: a frozen batch norm stays in ``eval()``. Hooks on
     the gradients of parameters are not called: an optimizer that steps in the backward pass would train the model meanwhile.
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    spaces = list(map(vars, model.modules()))
+    owned = [(space, name, one) for space in spaces for name, one in space.items() if isinstance(one, torch.Tensor)]
+    banks = [(one, one.detach().clone()) for _, _, one in owned if not (one.is_inference() or what_it_lacks(one))]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     if not model.training:
         model.train()
@@ -147,6 +157,8 @@ def in_training(model: torch.nn.Module) -> Iterator[None]:
             module.training = was_training
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for space, name, tensor in owned:
+            space[name] = tensor
         with torch.no_grad():
             for buffer, before in buffers:
                 if buffer.requires_grad and not before.requires_grad:
@@ -154,6 +166,9 @@ def in_training(model: torch.nn.Module) -> Iterator[None]:
                 if buffer.shape != before.shape:
                     buffer.resize_(before.shape)  # an observer's ranges are empty until it has seen a batch
                 buffer.copy_(before)
+            for bank, before in banks:
+                if not holds(bank, before):  # one that is expanded cannot be written to
+                    bank.detach().copy_(before)
 
 
 def join_modules(trace: Trace, step: Step, loss: str) -> Training:

@@ -8,13 +8,14 @@ tensors of its first site. The model is needed anyway: parameters have their nam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.codegen.common.site import is_empty
 from fusion_advisor.errors import CannotExport, PlanMismatch
 from fusion_advisor.export.kernel_ops import KernelOps, kernel_ops, with_copies
 from fusion_advisor.export.linear_ops import why_not, with_linears, with_odd_rows
@@ -28,6 +29,7 @@ from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy
 from fusion_advisor.fuse.rewrite.odd_width_gemm import OddRows
+from fusion_advisor.ir.program import nests
 from fusion_advisor.records import Status
 from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
@@ -102,6 +104,9 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
         count = len(restored.bench.live.regions)
         raise CannotExport(detail=f"the model is captured as {count} graphs with Python between them, not as one")
     linears = [one for one in restored.linears if not why_not(one)]
+    empty = [one for one in restored.plan.fusions if all(is_empty(part.program) for part in nests(one.planned.program))]
+    full = tuple(one for one in restored.plan.fusions if one not in empty)
+    restored = replace(restored, plan=replace(restored.plan, fusions=full))
     # In the graph's order: the report's, by time, is another in each run.
     fusions = sorted(
         restored.plan.fusions, key=lambda one: min((index for site in one.sites for index in site.members), default=0)
@@ -120,7 +125,7 @@ def _collected(loaded: LoadedWorkload, saved: SavedPlan) -> Rewritten:
     return Rewritten(
         module=module, names=names, ops=with_copies(ops, module.graph),
         origins=_origins(module, restored.bench), output=output, values=values, assigned=assigned,
-        left_out=left_out,
+        left_out=(*(f"{one.planned.id} {one.kernel.name}: it has no elements to compute" for one in empty), *left_out),
     )  # fmt: skip
 
 

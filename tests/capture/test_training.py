@@ -215,6 +215,27 @@ def test_a_buffer_that_a_step_gave_a_history_has_none_after():
     assert not model.seen.requires_grad and model.seen.tolist() == [0.0] * 4
 
 
+def test_a_frozen_model_is_told_what_to_do():
+    model = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    with pytest.raises(NotTrainable, match=r"all of its parameters are frozen; call requires_grad_\(\)"):
+        TrainingStep(model, (torch.ones(2, 4),), {}, model_id="m")()
+
+
+def test_tensors_that_are_plain_attributes_are_as_they_were():
+    """A memory bank that is no buffer, and a tensor that each step makes anew."""
+    model = nn.Linear(4, 4)
+    model.bank, model.last, model.counts = torch.ones(600, 600), torch.zeros(4), True
+    model.mask = torch.ones(1).expand(3)
+    with torch.inference_mode():
+        model.table = torch.ones(2)
+    bank, last = model.bank, model.last
+    with in_training(model):
+        model.bank[0] = model(torch.ones(2, 4)).detach().mean()
+        model.last, model.counts = torch.ones(4), False
+    assert model.bank is bank and torch.equal(bank, torch.ones(600, 600))
+    assert model.last is last and not model.counts
+
+
 def test_a_call_without_history_is_another_view_of_the_same_numbers():
     model = nn.Linear(4, 4)
     leaf, given = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4)

@@ -34,9 +34,7 @@ def test_apply_trains_the_model_of_a_factory_and_writes_every_view(run: Callable
     assert shown.code == 0 and "Pass" in shown.out
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("frozen", "none of its floating-point outputs"), ("one_row", "Expected more than 1")]
-)
+@pytest.mark.parametrize(("name", "words"), [("frozen", "all of its parameters are frozen"), ("one_row", "Expected more than 1")])
 def test_a_model_that_cannot_be_trained_ends_with_an_error(run: Callable[..., Ran], name: str, words: str) -> None:
     Path("net.py").write_text(CODE)
     ran = run("apply", f"net.py:{name}", "--phase", "train", "--device", "cpu")

@@ -301,3 +301,28 @@ def test_an_old_torch_is_told_what_it_lacks(run, tmp_path):
 )
 def test_a_package_is_named_after_its_folder(folder, name, tmp_path):
     assert package_name(tmp_path / folder) == name
+
+
+class NoRows(torch.nn.Module):
+    """Two chains; the second one is called without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+
+    def forward(self, x, more):
+        """Run it."""
+        return self.norm(torch.nn.functional.gelu(self.linear(x)) + x), torch.sigmoid(more * 2) + more
+
+
+def test_a_kernel_without_elements_is_left_out_of_a_package(tmp_path, monkeypatch):
+    model, inputs = NoRows().eval(), (torch.randn(4, 64), torch.randn(0, 64))
+    with fusion_advisor.apply(model, inputs, **QUICK) as fused, torch.no_grad():
+        (left_out,) = fused.export(tmp_path / "no_rows")
+        expected = model(*inputs)
+    assert left_out.endswith("it has no elements to compute")
+    monkeypatch.syspath_prepend(tmp_path / "no_rows")
+    exported = importlib.import_module("no_rows")
+    with torch.no_grad():
+        found = exported.apply(model)(*inputs)
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))

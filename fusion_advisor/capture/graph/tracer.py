@@ -353,6 +353,8 @@ def refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
 def _cause(error: Exception) -> str:
     """Say in one line why tracing a graph stopped, and at which op where the interpreter has noted it."""
     text = str(error).strip() or type(error).__name__
+    if "Encountered a set_ on a graph input" in text:
+        return "its forward gives a parameter other memory (`p.data = …`): write the numbers in place (`p.data.copy_(…)`)"
     at = re.search(r"While executing %(\w+)", text)
     where = f" `{at[1]}`" if at else ""
     return f"tracing{where} ended with {type(error).__name__}: {text.splitlines()[0]}"

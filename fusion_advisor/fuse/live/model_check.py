@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fusion_advisor.capture.graph.fx_nodes import draws_numbers
 from fusion_advisor.capture.graph.side_effects import Written, live_tensors
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.cuda_graph.capturable import writes_of
@@ -22,7 +23,7 @@ from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
 from fusion_advisor.runtime.torch_internals.dispatcher import StaysWide
 from fusion_advisor.verify.compare_models import check_model
-from fusion_advisor.verify.subgraph_oracle import to_float64, wide_dtype, widened
+from fusion_advisor.verify.subgraph_oracle import wide_dtype, widened
 from fusion_advisor.verify.wide_copies import widened_copy, widened_leaf
 from fusion_advisor.workload.device import is_out_of_memory, memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
@@ -189,10 +190,15 @@ def _wide(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype]) -> torch.dtype:
         loaded: most of its weights are in the dtype that it computes in; where it has none, most of its inputs are.
         dtypes: of its floating outputs.
     """
-    counts: dict[torch.dtype, int] = {}
     weights: list[torch.Tensor] = [*loaded.model.parameters()]
-    for tensor in weights or [given for _, given in tensors_in("", (loaded.args, loaded.kwargs))]:
-        if tensor.is_floating_point():
+    return _wide_of(weights or [given for _, given in tensors_in("", (loaded.args, loaded.kwargs))], dtypes)
+
+
+def _wide_of(given: Iterable[Any], dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return float32 where most of what is given and a result are of 16 bits, for GPUs take long over float64; else float64."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in given:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
     own = {max(counts, key=counts.__getitem__)} if counts else set(dtypes)
     is_narrow = set(dtypes) & _HALF and own & _HALF
@@ -209,15 +215,16 @@ def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:
         fused: the rewritten graph.
 
     Returns:
-        The check; its oracle is the graph in float64 (casts to float dtypes go there too), or eager where that cannot be run.
+        The check. Its oracle is the graph in a wider dtype (casts to float dtypes go there too), or eager if that cannot be run.
     """
     slots = sorted(writes_of(region.graph)[0])
     ours, theirs = (_region_outcome(call, region, slots) for call in (fused, region.original.forward))
     oracle, name = None, "eager"
-    if not any(_is_random(node) for node in region.graph.graph.nodes):
+    if not any(draws_numbers(node) for node in region.graph.graph.nodes):
         try:
-            oracle = _region_outcome(Wide(region.graph).run, region, slots, is_wide=True)
-            name = "float64"
+            wide = _wide_of(region.example_args, {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()})
+            oracle = _region_outcome(Wide(region.graph, wide).run, region, slots, wide)
+            name = str(wide).removeprefix("torch.")
         except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
             oracle = None
     if oracle is None or [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
@@ -228,19 +235,17 @@ def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:
     return check_model(fused_rows, eager_rows, true_rows, name, exact=[_COUNTS])
 
 
-def _region_outcome(call: Callable[..., Any], region: Region, slots: Sequence[int], *, is_wide: bool = False) -> _Outcome:
+def _region_outcome(
+    call: Callable[..., Any], region: Region, slots: Sequence[int], wide: torch.dtype | None = None
+) -> _Outcome:  # fmt: skip
     """Run a graph on copies of what it writes to; the random numbers that it draws are those of the next run, too."""
     args = list(region.example_args)
     for slot in slots:
-        args[slot] = to_float64(args[slot]).clone() if is_wide else args[slot].clone()
+        args[slot] = (args[slot] if wide is None else widened(args[slot], wide)).clone()
     devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         outputs = named_tensors(call(*args))
     return _Outcome(outputs=outputs, written={str(slot): args[slot] for slot in slots})
-
-
-def _is_random(node: torch.fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 class Wide(torch.fx.Interpreter):

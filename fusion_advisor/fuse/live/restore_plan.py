@@ -26,6 +26,7 @@ from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Variant, members_of
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.graph_difference import first_difference, named_site
+from fusion_advisor.fuse.live.module_guard import refuse_in_vain
 from fusion_advisor.fuse.live.restore_kernels import (
     MakesKernels,
     build_epilogues,
@@ -80,8 +81,10 @@ def apply_plan(
 
     Raises:
         PlanMismatch: this model or this call gives another graph, another device, or a kernel's numbers no longer pass.
+        ModelInTraining, AutocastAround: in which every call would run the original ops.
         CannotCapture: dynamo captured nothing.
     """
+    refuse_in_vain(loaded.model, loaded.record.model_id)
     device = torch.device(loaded.record.device)
     kind = device.type
     if kind != saved.capture.environment.device_kind:

@@ -71,6 +71,7 @@ class UntracedCall:
         self.why = ""
         self.traced_again = 0
         self._tries = self._runs = 0
+        self._builtins = frozenset(traced.tree.builtins).difference(traced.frame.function.__globals__)
         self._is_unchanged: Callable[[], bool] | None = None
         self._left: list[tuple[Node, Any]] = []
         self._implied: dict[int, Any] = {}
@@ -136,6 +137,8 @@ class UntracedCall:
         frame = self._traced.frame
         if getattr(self._model.forward, "__func__", None) is not frame.function or not frame.is_same():
             raise Differs("its forward was replaced")
+        if not frame.function.__globals__.keys().isdisjoint(self._builtins):
+            raise Differs("a global of its module hides a built-in that the trace had read")
         if self._is_unchanged is None or not self._is_unchanged():
             self.note(args, kwargs)
         if not self._state():

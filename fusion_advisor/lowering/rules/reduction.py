@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.chains.op_inputs import is_leading, reduced_dims, reduces_few
 from fusion_advisor.ir.affine_index import Index, fixed, loop
-from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
+from fusion_advisor.ir.dtypes import FLOATS, CannotLower, argument_of, compute_dtype
 from fusion_advisor.ir.program import Value
 from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.lowering.builder.columns import column_index
@@ -31,6 +31,8 @@ def _reduction(kind: str, *, is_mean: bool = False) -> Rule:
         if op.outputs[0].dtype == "bool":
             raise CannotLower("FA601", f"{op.target} of booleans has no lowering")
         meta = lowering.meta(source.index)
+        if meta.dtype in FLOATS and op.outputs[0].dtype not in FLOATS:  # torch rounds each element, then casts it as `to` does
+            raise CannotLower("FA601", f"{op.target} of floats as {op.outputs[0].dtype} has no lowering")
         keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(dict(op.kwargs).get("keepdim", False))
         dims = reduced_dims(argument_of(op, 1, "dim"), len(meta.shape))
         if reduces_few(op, lowering.ops):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.side_effects import Written
-from fusion_advisor.fuse.live.model_check import check_whole_model
+from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.fuse.live.model_check import check_region, check_whole_model
 from fusion_advisor.workload.load import describe_live
 
 
@@ -173,3 +174,24 @@ def test_a_mask_of_the_least_number_hides_no_error(dtype, factor, passes):
     with torch.no_grad():
         check = check_whole_model(describe_live(model, (x,)), lambda: model(x), fused, Written())
     assert check.oracle != "eager" and check.is_passed is passes
+
+
+class Attends(torch.nn.Module):
+    """Attention and a dropout, which torch calls random."""
+
+    def __init__(self, drops):
+        super().__init__()
+        self.drops = drops
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(torch.nn.functional.scaled_dot_product_attention(x, x, x), self.drops) * 2
+
+
+@pytest.mark.parametrize(
+    ("drops", "dtype", "oracle"),
+    [(0.0, torch.float32, "float64"), (0.0, torch.bfloat16, "float32"), (0.5, torch.float32, "eager")],
+)
+def test_a_graph_that_draws_no_numbers_is_compared_with_a_wider_one(drops, dtype, oracle):
+    """With eager alone to compare with, eight units in the last place refused right numbers of large weights."""
+    region = capture_regions(Attends(drops), (torch.randn(2, 8, 16, dtype=dtype),), {}).regions[0]
+    assert check_region(region, region.graph.forward).oracle == oracle

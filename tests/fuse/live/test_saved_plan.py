@@ -11,7 +11,7 @@ import torch
 
 import fusion_advisor
 from fusion_advisor.codegen.cpp.backend import _FAST_FLAGS, CppKernel, find_compiler
-from fusion_advisor.errors import PlanMismatch, UnreadableReport
+from fusion_advisor.errors import AutocastAround, ModelInTraining, PlanMismatch, UnreadableReport
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.graph_difference import first_difference
 from fusion_advisor.fuse.live.restore_plan import apply_plan
@@ -73,6 +73,18 @@ def test_what_was_not_kept_is_not_in_the_plan(loaded, quick):  # noqa: F811
     saved_run(loaded, quick, verdicts(keep_none))
     plan = load_plan(quick.run_dir)
     assert plan.fusions == () and not plan.rewrites
+
+
+def test_a_plan_is_not_put_in_where_each_call_would_run_the_original_ops(loaded, quick):  # noqa: F811
+    saved_run(loaded, quick, verdicts(keep_all))
+    plan, other = load_plan(quick.run_dir), another()
+    other.model.train()
+    with pytest.raises(ModelInTraining):
+        apply_plan(other, plan)
+    other.model.eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(AutocastAround):
+        apply_plan(other, plan)
+    assert "_compiled_call_impl" not in other.model.__dict__
 
 
 class Squashed(torch.nn.Module):
@@ -170,7 +182,7 @@ def test_a_site_that_was_replaced_in_the_run_and_cannot_be_now_is_named(loaded, 
 def test_another_shape_or_model_is_refused(loaded, quick):  # noqa: F811
     saved_run(loaded, quick, verdicts(keep_all))
     plan = load_plan(quick.run_dir)
-    for other in (another(length=32), describe_live(torch.nn.Linear(64, 64), (torch.randn(2, 48, 64),))):
+    for other in (another(length=32), describe_live(torch.nn.Linear(64, 64).eval(), (torch.randn(2, 48, 64),))):
         with pytest.raises(PlanMismatch):
             apply_plan(other, plan)
         assert "_compiled_call_impl" not in other.model.__dict__

@@ -173,7 +173,7 @@ def test_a_graph_break_makes_two_graphs_of_each_pass():
 
 def test_what_cannot_be_trained_is_refused_with_a_hint(loaded, tmp_path):
     x = loaded.args[0]
-    with pytest.raises(NotTrainable, match="depends on a parameter with gradients") as caught:
+    with pytest.raises(NotTrainable, match="all of its parameters are frozen") as caught:
         fa.apply(Block().requires_grad_(False), (x,), phase="train", bandwidth=BANDWIDTH)
     assert "--phase forward" in caught.value.hint_text
     for options, name in (({"freeze": True}, "--freeze"), ({"rtol": 1e-3}, "--rtol"), ({"dynamic": "on_first_use"}, "--dynamic"),
@@ -203,13 +203,27 @@ class Penalised(Block):
         return rows.mean() + (gradient.norm(dim=-1) - 1).square().mean()
 
 
+class Follows(Block):
+    """Its encoder of keys is given other memory at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.key = Block().requires_grad_(requires_grad=False)
+
+    def forward(self, x):
+        for own, key in zip(super().parameters(), self.key.parameters(), strict=False):
+            key.data = key.data * 0.9 + own.data * 0.1
+        return super().forward(x) + self.key(x)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (Follows, "gives a parameter other memory (`p.data = …`): write the numbers in place (`p.data.copy_(…)`)"),
         (Penalised, "its step differentiates a gradient (create_graph=True)"),
         (lambda: nn.LSTM(WIDTH, WIDTH), "`LSTM` is a recurrent layer"),
     ],
-    ids=["double backward", "recurrent"],
+    ids=["other memory", "double backward", "recurrent"],
 )
 def test_what_no_compiled_backward_pass_can_hold_is_refused_with_its_reason(make, said):
     torch.manual_seed(0)  # with other weights the graph's own check may refuse it first: then nothing is compiled

@@ -118,3 +118,42 @@ def test_a_state_that_is_set_between_the_start_and_a_call_is_seen(folder):
         finally:
             torch.use_deterministic_algorithms(before)
         assert fused.traced_because == "torch's global state is another one"
+
+
+class Chosen(torch.nn.Module):
+    """Counts and compares with built-in functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.gains = torch.nn.Linear(64, 64), [1.5, 0.25]
+
+    def forward(self, x):
+        u = torch.nn.functional.gelu(self.linear(x))
+        for place in range(len(self.gains)):
+            u = torch.tanh(u * max(self.gains[place], 0.5)) + x
+        return u
+
+
+def chosen(seed=1):
+    torch.manual_seed(seed)
+    return describe_live(Chosen().eval(), (torch.randn(2, 48, 64),))
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_global_that_hides_a_built_in_later_is_seen(has_run, tmp_path):
+    assert run_of(chosen(seed=0), options_in(tmp_path / "run")) == ""
+    hiding = {"range": lambda _: [0], "len": lambda _: 1, "max": lambda *_: 3.0}
+    for name, function in hiding.items():
+        torch.compiler.reset()
+        loaded = chosen()
+        with torch.no_grad(), put_in(loaded, tmp_path / "run") as fused, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if has_run:
+                torch.testing.assert_close(loaded.model(*loaded.args), own(loaded), rtol=1e-4, atol=1e-4)
+            globals()[name] = function
+            try:
+                torch.testing.assert_close(loaded.model(*loaded.args), own(loaded), rtol=1e-4, atol=1e-4)
+            finally:
+                del globals()[name]
+            assert "hides a built-in" in fused.traced_because
+            torch.testing.assert_close(loaded.model(*loaded.args), own(loaded), rtol=1e-4, atol=1e-4)

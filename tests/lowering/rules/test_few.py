@@ -85,3 +85,10 @@ def test_integers_and_narrow_results():
     check(lambda x: x.sum(1) + 1, torch.arange(24).reshape(2, 3, 4))
     half = rand(2, 3, 4).to(torch.float32)
     check(lambda x: x.sum(1, dtype=torch.float64) * 2, half, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_a_sum_of_floats_as_integers_is_refused(dim):
+    """Each element is cast by itself: of 1e10 torch makes the lowest int32, and a kernel's cast through int64 another number."""
+    with pytest.raises(CannotLower, match="of floats as int32"):
+        lower_function(lambda x: x.sum(dim, dtype=torch.int32) * 2, torch.full((2, 3, 4), 1e10))
