@@ -205,7 +205,7 @@ def _wide_of(given: Iterable[Any], dtypes: Iterable[torch.dtype]) -> torch.dtype
     return torch.float32 if is_narrow else torch.float64
 
 
-def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:
+def check_region(region: Region, fused: Callable[..., Any], *, was_passed: bool = False) -> ModelCheck:
     """Judge what runs in place of one graph by the rule of whole models, on the tensors of its call.
 
     What the graph writes to is copied for each run, and the elements that changed are an output like any other.
@@ -213,26 +213,33 @@ def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:
     Args:
         region: with the tensors of a call.
         fused: the rewritten graph.
+        was_passed: an earlier run passed it, as a saved plan says. Then it is enough that it differs from eager by no more than
+            rounding: a wide run of 7 billion parameters on 16,000 tokens takes seconds.
 
     Returns:
         The check. Its oracle is the graph in a wider dtype (casts to float dtypes go there too), or eager if that cannot be run.
     """
     slots = sorted(writes_of(region.graph)[0])
     ours, theirs = (_region_outcome(call, region, slots) for call in (fused, region.original.forward))
-    oracle, name = None, "eager"
-    if not any(draws_numbers(node) for node in region.graph.graph.nodes):
-        try:
-            wide = _wide_of(region.example_args, {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()})
-            oracle = _region_outcome(Wide(region.graph, wide).run, region, slots, wide)
-            name = str(wide).removeprefix("torch.")
-        except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
-            oracle = None
-    if oracle is None or [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
-        oracle, name = theirs, "eager"
     before = {str(slot): region.example_args[slot] for slot in slots}
     changed = {key: (ours.written[key] != old) | (theirs.written[key] != old) for key, old in before.items()}
-    fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, oracle))
-    return check_model(fused_rows, eager_rows, true_rows, name, exact=[_COUNTS])
+
+    def against(oracle: _Outcome, name: str) -> ModelCheck:
+        fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, oracle))
+        return check_model(fused_rows, eager_rows, true_rows, name, exact=[_COUNTS])
+
+    if was_passed and (found := against(theirs, "eager")).is_passed:
+        return found
+    if any(draws_numbers(node) for node in region.graph.graph.nodes):
+        return against(theirs, "eager")
+    wide = _wide_of(region.example_args, {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()})
+    try:
+        oracle = _region_outcome(Wide(region.graph, wide).run, region, slots, wide)
+    except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
+        return against(theirs, "eager")
+    if [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
+        return against(theirs, "eager")
+    return against(oracle, str(wide).removeprefix("torch."))
 
 
 def _region_outcome(

@@ -195,3 +195,10 @@ def test_a_graph_that_draws_no_numbers_is_compared_with_a_wider_one(drops, dtype
     """With eager alone to compare with, eight units in the last place refused right numbers of large weights."""
     region = capture_regions(Attends(drops), (torch.randn(2, 8, 16, dtype=dtype),), {}).regions[0]
     assert check_region(region, region.graph.forward).oracle == oracle
+
+
+@pytest.mark.parametrize(("factor", "oracle"), [(1.0, "eager"), (1.01, "float64")])
+def test_a_graph_that_passed_before_has_a_wider_run_only_where_it_is_far_from_eager(factor, oracle):
+    region = capture_regions(Attends(0.0), (torch.randn(2, 8, 16),), {}).regions[0]
+    check = check_region(region, lambda *args: [one * factor for one in region.graph(*args)], was_passed=True)
+    assert check.oracle == oracle and check.is_passed is (factor == 1.0)
