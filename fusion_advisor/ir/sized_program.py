@@ -8,6 +8,7 @@ were computed (:mod:`fusion_advisor.ir.sized_int`); lowered at other sizes with 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -158,7 +159,9 @@ def points_for(ranges: Mapping[str, tuple[int, int]], count: int = 6) -> list[di
             free = [one for one in _PRIMES if least <= one <= most and one not in point.values()]
             larger = range(most, max(least, 2) - 1, -1)
             more = free or [one for one in larger if one not in point.values()] or list(larger) or [least]
-            point[name] = more[(step * (place + 1) + 2 * place) % len(more)]
+            # A stride that divides how many there are would take the same size at every step, and find nothing that varies.
+            stride = next(one for one in range(place + 1, place + len(more) + 2) if math.gcd(one, len(more)) == 1)
+            point[name] = more[(step * stride + 2 * place) % len(more)]
         if point not in found:
             found.append(point)
     return found

@@ -211,22 +211,22 @@ def test_a_weight_that_is_padded_in_two_ways_is_refused():
 
 
 class Decaying(torch.nn.Module):
-    """Writes into its argument, and has roots of numbers that random inputs make negative."""
+    """Writes into its argument, reads rows that share memory, and has roots of numbers that random inputs make negative."""
 
     def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(16, 16)
 
-    def forward(self, x, state):
+    def forward(self, x, state, gain):
         """Compute."""
-        hidden = torch.tanh(self.linear(x)) * 0.5 + x
+        hidden = torch.tanh(self.linear(x)) * gain + x
         state.mul_(0.9).add_(hidden * hidden)
         return hidden / (state.sqrt() + 1e-3)
 
 
 def decaying():
     torch.manual_seed(0)
-    return Decaying().eval(), {"x": torch.randn(4, 16), "state": torch.rand(4, 16)}
+    return Decaying().eval(), {"x": torch.randn(4, 16), "state": torch.rand(4, 16), "gain": torch.rand(16).expand(4, 16)}
 
 
 def test_the_tests_of_a_package_pass_for_a_call_that_writes_into_its_arguments(tmp_path):

@@ -62,6 +62,9 @@ def test_points_are_different_primes_inside_the_ranges():
     assert points_for({"batch": (2, 2)}) == [{"batch": 2}]
     assert {point["seq"] for point in points_for({"seq": (2, 4)})} == {2, 3}
     assert points_for({}) == [{}]
+    for least, most in ((9, 15), (9, 17)):  # with two and three primes in it
+        several = points_for({"batch": (2, 4), "seq": (least, most), "cached": (least + 30, most + 30)})
+        assert all(len({point[name] for point in several}) > 1 for name in ("batch", "seq", "cached"))
     for ranges in ({"batch": (2, 2), "seq": (1, 2)}, {"batch": (1, 2), "seq": (1, 2)}):
         assert points_for(ranges) == [{"batch": 2, "seq": 2}]  # a dim of one element has no loop
     assert points_for({"batch": (1, 1)}) == [{"batch": 1}]

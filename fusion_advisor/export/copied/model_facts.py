@@ -9,6 +9,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def _difference(title: str, here: Any, there: Any, made: str) -> str:
 
 def _module(module: torch.nn.Module, *, is_inner: bool) -> dict[str, Any]:
     own = {
-        name: value
+        name: _plain(value)
         for name, value in vars(module).items()
         if type(value) in _PLAIN and not name.startswith("_") and name not in ("training", *_OF_THE_FILE)
     }
@@ -106,6 +107,8 @@ def _plain(value: Any) -> Any:
         return {name: item for name, item in sorted(kept.items()) if not name.startswith("_")}
     if isinstance(value, (list, tuple, set)):
         return [_plain(item) for item in value]
+    if type(value) is float and not math.isfinite(value):  # JSON has no such number, and NaN would differ from itself
+        return f"float {value}"
     return value if type(value) in _PLAIN else str(value)
 
 

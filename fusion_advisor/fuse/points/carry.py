@@ -134,7 +134,7 @@ def _numerics(
 ) -> Numerics:
     planned, site = fusion.planned, fusion.planned.sites[0]
     members = planned.chain.sites[0].op_indices
-    program = workpiece.program(members, site.outputs, model=planned.program).at(workpiece.leaves(point))
+    program = workpiece.program(members, site, model=planned.program).at(workpiece.leaves(point))
     chain = original_chain(bench.ops, bench.index_of[0], members, site.given, site.outputs)
     roots = [bench.values[index] for index in site.given]
     inputs, outputs = [*map(check_chain.layout_of, roots)], [bench.ops[index].outputs[0] for index in site.outputs]

@@ -176,22 +176,27 @@ class Workpiece:
         given = dict(zip(names, sizes, strict=True))
         return tuple(given.get(name, size) for name, size in zip(self.names, self.first_point, strict=True))
 
-    def program(self, members: Sequence[int], outputs: Sequence[int], *, model: Program) -> SizedProgram:
+    def program(self, members: Sequence[int], site: Lowered, *, model: Program) -> SizedProgram:
         """Return a chain's program as a function of the sizes.
 
         Args:
             members: op indices of its first site.
-            outputs: likewise.
+            site: as lowered where its kernel was built.
             model: the program that its kernel was rendered for.
 
         Raises:
-            NoOneProgram: it is another program at some sizes.
+            NoOneProgram: it is another program at some sizes, or one that reads other tensors: of open sizes a reshape may copy
+                what it shows at each of them.
         """
-        key = (tuple(members), tuple(outputs))
+        outputs = site.outputs
+        key = (tuple(members), tuple(outputs), tuple(site.given))
         if key not in self._programs:
             where = "the sizes it was lowered at"
             try:
-                found = sized_program(lower(self._tracked, members, outputs, is_exact=model.is_exact).program)
+                tracked = lower(self._tracked, members, outputs, is_exact=model.is_exact)
+                if tracked.given != site.given:
+                    raise NoOneProgram("with open sizes it reads other tensors than at the sizes where it was checked")
+                found = sized_program(tracked.program)
                 for point in self._points[1:]:
                     where = ", ".join(f"{name}={size}" for name, size in zip(self.names, point, strict=True))
                     lowered = lower(self.records(point), members, outputs, is_exact=model.is_exact).program
@@ -216,7 +221,7 @@ def sized(work: Workpiece, fusion: BuiltFusion) -> BuiltFusion:
     if len(_alike(work, fusion)) > 1:
         raise NoOneProgram("its sites are other programs at other sizes")
     first = fusion.planned.sites[0]
-    program = work.program(fusion.planned.chain.sites[0].op_indices, first.outputs, model=fusion.planned.program)
+    program = work.program(fusion.planned.chain.sites[0].op_indices, first, model=fusion.planned.program)
     kernel, built = _kernel_for_all_sizes(fusion, program, work)
     calls: dict[Any, Callable[..., Any]] = {}
     sites = []
@@ -249,8 +254,8 @@ def _alike(work: Workpiece, fusion: BuiltFusion) -> list[list[int]]:
     by_program: dict[Any, list[int]] = {}
     for places in groups.values():
         try:
-            site, outputs = planned.chain.sites[places[0]], planned.sites[places[0]].outputs
-            program = work.program(site.op_indices, outputs, model=planned.program)
+            site = planned.chain.sites[places[0]]
+            program = work.program(site.op_indices, planned.sites[places[0]], model=planned.program)
         except NoOneProgram:
             by_program[places[0]] = places
         else:

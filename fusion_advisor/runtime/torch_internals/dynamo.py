@@ -222,14 +222,15 @@ def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *,
     """Return the module's own call as dynamo runs it with ``backend``, in a mode of torch.compile's where one is given.
 
     The graphs are isolated from all other compiled code (where torch can do that), so neither earlier captures nor other fused
-    models of the same class count against their limit. A module whose forward is torch's own (``nn.Sequential``) gets a frame
-    around it, because dynamo looks into no frame of torch's.
+    models of the same class count against their limit. A module whose forward is torch's own (``nn.Sequential``), or no function
+    of Python's (a ``functools.partial``, as accelerate's hooks put in), gets a frame around it: dynamo looks into no frame of
+    torch's, and a call of an object has none.
 
     Dynamo keeps each backend until it is reset. So it gets one that the returned call alone keeps alive: a backend may hold the
     model, and its weights would outlive the last who uses it.
     """
     call = original_call(module)
-    if torch._dynamo.trace_rules.check(module.forward):
+    if not isinstance(module.forward, MethodType | FunctionType) or torch._dynamo.trace_rules.check(module.forward):
         call = torch._dynamo.external_utils.wrap_inline(call)
     isolated: dict[str, Any] = {"isolate_recompiles": True} if isolates() else {}
     given = backend if isinstance(backend, str) else _weakly(backend)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import math
 import sys
 
 import pytest
@@ -61,6 +63,29 @@ def test_a_file_that_did_not_change_is_not_parsed(written):
     expected, _, _ = written("", "")
     planted = {name: [whole, "planted"] for name, (whole, _) in expected["code"].items()}
     assert facts(importlib.import_module("second").Whole(), planted)["code"] == planted
+
+
+def test_numbers_that_json_lacks_come_back_from_a_file():
+    model, other = Toy(), Toy()
+    for one in (model, other):
+        one.config = Config()
+        one.masked, one.unknown, one.word = -math.inf, math.nan, "inf"
+    expected = json.loads(json.dumps(facts(model), allow_nan=False))
+    assert differences(expected, facts(other)) == []
+    other.masked, other.config.limits = math.inf, (0.0, 5.0)
+    assert differences(expected, facts(other)) == [
+        "config.limits: [0.0, 5.0], exported with [0.0, 'float inf']",
+        "module model: {'masked': 'float inf'}, exported with {'masked': 'float -inf'}",
+    ]
+
+
+class Config:
+    """As transformers' configurations are read."""
+
+    limits = (0.0, math.inf)
+
+    def to_dict(self):
+        return {"limits": self.limits}
 
 
 def test_a_class_has_the_source_that_inspect_finds():

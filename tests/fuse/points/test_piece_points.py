@@ -22,6 +22,7 @@ from fusion_advisor.fuse.points.decide import RangeWork, decided
 from fusion_advisor.fuse.points.piece_points import PiecePoints
 from fusion_advisor.fuse.points.time_limit import TimeLimit
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
+from fusion_advisor.ir.sized_program import NoOneProgram
 from fusion_advisor.records import Bandwidth
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.verify.known.passed_checks import PassedChecks
@@ -136,7 +137,7 @@ def test_a_kernel_that_is_wrong_at_the_sizes_of_a_further_point_alone_does_not_s
     work, workpiece, one = point
     fusion = one.fusions[0]
     other = workpiece.program(
-        fusion.planned.chain.sites[0].op_indices, fusion.planned.sites[0].outputs, model=fusion.planned.program
+        fusion.planned.chain.sites[0].op_indices, fusion.planned.sites[0], model=fusion.planned.program
     ).at(workpiece.leaves((7,)))  # fmt: skip
     wrong = replace(fusion, built=WrongAt(fusion.built, other.dims))
     broken = replace(one, fusions=(wrong, *one.fusions[1:]))
@@ -144,6 +145,18 @@ def test_a_kernel_that_is_wrong_at_the_sizes_of_a_further_point_alone_does_not_s
     refused = carried(work, workpiece, broken, {"batch": 7})
     assert fusion.planned.match.kernel in refused.row.reason and refused.served.module is None
     assert carried(work, workpiece, one, {"batch": 7}).row.reason == ""
+
+
+def test_a_kernel_that_reads_other_tensors_than_the_graph_of_open_sizes_is_refused(point):
+    """In a Mamba 2 with chunks a reshape copies where sizes are open, and shows the tensor before it at each of them."""
+    _, workpiece, one = point
+    planned = one.fusions[0].planned
+    site = planned.sites[0]
+    elsewhere = replace(site, inputs=(site.inputs[0] + 1, *site.inputs[1:]))
+    members = planned.chain.sites[0].op_indices
+    assert workpiece.program(members, site, model=planned.program)
+    with pytest.raises(NoOneProgram, match="with open sizes it reads other tensors"):
+        workpiece.program(members, elsewhere, model=planned.program)
 
 
 def test_special_numbers_are_not_tried_again_at_a_further_point(point):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import importlib.util
+import math
 import shutil
 import sys
 import warnings
@@ -198,16 +199,17 @@ def test_a_graph_that_was_read_is_replayed(folder):
 
 
 class Odd(torch.nn.Module):
-    """Writes to a buffer, returns its input, a parameter, one result twice, and a named tuple."""
+    """Writes to a buffer, has numbers that JSON lacks, returns its input, a parameter, one result twice, and a named tuple."""
 
     def __init__(self):
         super().__init__()
         self.lin = torch.nn.Linear(64, 64)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.most, self.unknown = math.inf, math.nan
 
     def forward(self, x, *, more=(), gain=1.0):
         self.count.add_(1)
-        u = torch.nn.functional.gelu(self.lin(x)) * gain + x
+        u = torch.nn.functional.gelu(self.lin(x)).clamp(max=self.most) * gain + x
         for one in more:
             u = u * one
         return Two(u, [u, x]), self.lin.weight, {"count": self.count, 3: (u.sum(-1), 2.5, "text", None)}

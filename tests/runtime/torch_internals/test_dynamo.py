@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -158,7 +159,28 @@ def test_break_reason_names_the_line():
     assert dynamo.break_reason(dynamo_graph(lambda x: x * 7, torch.randn(2))[0]) is None
 
 
-@pytest.mark.parametrize("model", [Toy(), torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU())], ids=["own", "torch's"])
+class Called:
+    """A forward that is no function: an object."""
+
+    def __call__(self, x):
+        return x.tanh() * 2
+
+
+def toy_with(forward):
+    """As accelerate's hooks put in: a forward of the instance that is no function of Python's."""
+    model = Toy()
+    model.forward = forward(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Toy(), torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU()), toy_with(lambda model: partial(Toy.forward, model)),
+        toy_with(lambda _: Called()),
+    ],
+    ids=["own", "torch's", "partial", "object"],
+)  # fmt: skip
 def test_compiled_call_reaches_the_backend(model):
     graphs = []
 

@@ -39,6 +39,13 @@ class Laid(NamedTuple):
         """Allocate one."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
+    def filled(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Make one of these values; of rows that share memory the first counts."""
+        made = self.empty(device)
+        once = tuple(slice(None if step else 1) for step in self.stride)
+        made[once] = values[once]
+        return made
+
     def laid_out(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """Return the tensor with these strides, copied where it has others."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype:

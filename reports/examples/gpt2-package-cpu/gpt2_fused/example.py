@@ -68,7 +68,7 @@ def make_inputs(seed: int = 0, *, wide: bool = False) -> dict[str, Any]:
             values = torch.randn(laid.shape, generator=generator)
         else:
             values = torch.randint(0, BELOW.get(name, 2), laid.shape, generator=generator)
-        tensor = laid.empty(torch.device("cpu")).copy_(values).to(device)
+        tensor = laid.filled(values, device)
         made[name] = tensor.double() if wide and tensor.is_floating_point() else tensor
     objects = {name: made_of(spec, made.__getitem__, device) for name, spec in OBJECTS.items()}
     return {**VALUES, **objects, **{name: tensor for name, tensor in made.items() if "." not in name}}
