@@ -147,6 +147,10 @@ class DirectCall:
         return self._run(*self._frame.owner, *args, **kwargs)
 
 
+class ChangesAlways(Exception):
+    """A call for which dynamo would compile a graph anew, as it did for others before; the text says why."""
+
+
 class Shortcut:
     """A compiled call that finds out by itself whether it can do without dynamo.
 
@@ -154,12 +158,17 @@ class Shortcut:
         model: the module.
         call: the compiled call.
         graphs: what may run in it, as dynamo's backend returned them.
+        compiled: returns how many graphs dynamo's backend was given so far; None where nobody counts.
         in_words: compare words of memory, where they can be read; False compares in Python.
     """
 
-    def __init__(self, model: torch.nn.Module, call: Callable[..., Any], graphs: Sequence[Any], *, in_words: bool = True) -> None:
+    def __init__(
+        self, model: torch.nn.Module, call: Callable[..., Any], graphs: Sequence[Any],
+        compiled: Callable[[], int] | None = None, *, in_words: bool = True,
+    ) -> None:  # fmt: skip
         self._model, self._call, self._graphs, self._in_words = model, call, graphs, in_words
-        self._tries = self._runs = 0
+        self._compiled = compiled or (lambda: 0)
+        self._tries = self._runs = self._compilations = 0
         self.direct: DirectCall | None = None
         """What runs without dynamo; None where dynamo has to see the next call."""
 
@@ -177,6 +186,9 @@ class Shortcut:
             kwargs: likewise.
             leaves: see :meth:`DirectCall.may_run`.
             objects: likewise.
+
+        Raises:
+            ChangesAlways: dynamo would compile once more.
         """
         if self.direct is None and self._tries < _MOST_TRIES:  # ahead of the call, which may change what it is given
             self._tries, self._runs = self._tries + 1, 0
@@ -196,8 +208,13 @@ class Shortcut:
                 return direct.run(args, kwargs)
             if not direct.is_current():  # what was noted of the model holds no longer: it is noted anew
                 self.direct = None
-        with dynamo.room_for_graphs():
-            return self._call(*args, **kwargs)
+        if self._compilations >= _MOST_COMPILATIONS and not has_graph(self._model, self._call, args, kwargs):
+            raise ChangesAlways(f"the model changed at {_MOST_COMPILATIONS} calls, and dynamo compiled a graph for each")
+        before = self._compiled()
+        with dynamo.raise_recompile_limit(1024):  # at its own limit dynamo would run the original ops and say nothing
+            result = self._call(*args, **kwargs)
+        self._compilations += self._compiled() > before
+        return result
 
     def forget(self) -> None:
         """Hold nothing of the model any more, and begin anew."""
@@ -210,6 +227,24 @@ _MOST_TRIES = 4
 """A model that changes at each call is not looked through at each: it takes 10 ms for SegFormer-B2."""
 _TRIES_WITH_LISTS = 2
 """Later tries leave lists to dynamo, which compares their items by value: a model may set equal ones at each call."""
+_MOST_COMPILATIONS = 8
+"""As many as dynamo compiles of one function by default: a model that counts its calls would be compiled at each."""
+
+
+def has_graph(model: torch.nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether dynamo has compiled a graph of which all guards hold for a call.
+
+    Args:
+        model: the module.
+        call: the compiled call.
+        args: of a call that is about to be made.
+        kwargs: likewise.
+    """
+    frame = _frame(model, call)
+    if frame is None:
+        return False
+    variables = frame.variables(args, kwargs)
+    return any(compiled.root.check(variables) for compiled in compiled_code.compiled_codes(frame.function))
 
 
 def direct_call(

@@ -22,7 +22,7 @@ from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError, HalfWritten
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.direct.direct_call import Shortcut
+from fusion_advisor.fuse.direct.direct_call import ChangesAlways, Shortcut
 from fusion_advisor.fuse.live.call_difference import CONTINUOUS_BATCHING, describe_difference, is_continuous_batching, why_never
 from fusion_advisor.fuse.live.call_signature import Seen, device_of, holds_object, parts_of, sharing, signature
 from fusion_advisor.fuse.live.graph_table import GraphTable
@@ -186,7 +186,7 @@ class FusedModel(InPlace):
                 is_cut = call.piece is not None and call.piece.cutter is not None
                 graphs = self.graphs if call.may_record or is_cut else None
                 return run() if graphs is None else graphs.run(call, leaves, run, objects)
-            except _Refused as refused:
+            except (_Refused, ChangesAlways) as refused:
                 refusal = str(refused)
             except LayoutChanged as change:
                 self._is_broken = True
@@ -236,7 +236,8 @@ class FusedModel(InPlace):
             return verified.piece.call_with(args, kwargs, leaves, objects)
         if verified.is_in_place:
             if verified.shortcut is None:
-                verified.shortcut = Shortcut(self.model, self._compiled, self._rewritten.runners)
+                table = self._rewritten
+                verified.shortcut = Shortcut(self.model, self._compiled, table.runners, table.compiled)
             return verified.shortcut(args, kwargs, leaves, objects)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
         before = self._rewritten.handed_over

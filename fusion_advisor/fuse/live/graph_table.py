@@ -51,6 +51,7 @@ class GraphTable:
         self._fake_modes: list[Any] = []
         self.handed_over = 0
         """How often dynamo got a rewritten graph."""
+        self._others = 0
         self.runners: list[Callable[..., Any]] = []
         """What dynamo got, and the routes that it got for the capture."""
 
@@ -58,6 +59,10 @@ class GraphTable:
     def modules(self) -> list[GraphModule]:
         """The rewritten graphs."""
         return [graph.module for graph in self._by_code.values()]
+
+    def compiled(self) -> int:
+        """Return how often dynamo got a graph, a rewritten one or its own."""
+        return self.handed_over + self._others
 
     def add(self, regions: Sequence[Region], modules: Sequence[GraphModule]) -> None:
         """Let rewritten graphs run in place of regions of one call."""
@@ -101,8 +106,15 @@ class GraphTable:
         """Return dynamo's own graph for one that it traced where a piece of a range was to serve: the model has changed."""
         self._fake_modes += dynamo.fake_modes_of(graph_module)
         del example_inputs
-        self._fallbacks.add(_NOT_VERIFIED, failed_guard())
-        return graph_module.forward if self._graphs is None else self._graphs.other(graph_module.forward)
+        self._others += 1
+        guard = failed_guard()
+        forward = graph_module.forward if self._graphs is None else self._graphs.other(graph_module.forward)
+
+        def run(*args: Any) -> Any:
+            self._fallbacks.add(_NOT_VERIFIED, guard)
+            return forward(*args)
+
+        return run
 
     def _runner(self, graph: RewrittenGraph) -> Callable[..., Any]:
         if self._graphs is None:

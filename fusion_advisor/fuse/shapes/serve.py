@@ -69,6 +69,7 @@ class ServedPiece:
     cutter: Cutter | None = None
     _wrap: Wrap | None = None
     _shortcut: Shortcut | UntracedCall | None = None
+    _traced_anew: int = 0
     _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
     _graphed: dict[tuple[int, ...], GraphedRegion] = field(default_factory=dict)
 
@@ -100,8 +101,14 @@ class ServedPiece:
             self.untraced.otherwise = TracedAgain(model, self.untraced, other, on_trace)
             self._shortcut = self.untraced
         elif self.compiled is not None and self.route is not None:
-            self.compiled.later = other
-            self._shortcut = Shortcut(model, self.compiled.call, [self.route])
+            self.compiled.later = functools.partial(self._trace_anew, other)
+            self._shortcut = Shortcut(model, self.compiled.call, [self.route], lambda: self._traced_anew)
+
+    def _trace_anew(self, other: Callable[..., Any], *traced: Any) -> Callable[..., Any]:
+        """Count the graphs that dynamo traces where its guards no longer hold."""
+        self._traced_anew += 1
+        forward: Callable[..., Any] = other(*traced)
+        return forward
 
     def forward(self, *args: Any) -> Any:
         """Run the graph of the piece."""

@@ -516,3 +516,43 @@ def test_a_reverted_model_can_be_freed():
     torch._dynamo.reset()
     gc.collect()
     assert gone() is None
+
+
+class Counts(Toy):
+    """Counts its calls, which dynamo compares at each; what it returns may depend on them."""
+
+    def __init__(self, *args, adds=False):
+        super().__init__(*args)
+        self.calls, self.adds = 0, adds
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(x)
+        return y + self.calls if self.adds else y
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["the same graph", "another graph"])
+def test_a_model_that_changes_at_each_call_is_not_compiled_for_ever_and_is_told_of(adds):
+    """Dynamo by itself would run the original ops from its ninth graph on, and say nothing."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, (x,) = Counts(adds=adds).eval(), toy()[1]
+    changes = "the model changed at 8 calls, and dynamo compiled a graph for each"
+    with torch.no_grad(), fuse(model, (x,)) as fused, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+
+        def check_call():
+            refused, launches, called = sum(fused.fallbacks.values()), fused.launches, model.calls
+            found = model(x)
+            assert model.calls == called + 1
+            torch.testing.assert_close(found, Toy.forward(model, x) + (model.calls if adds else 0))
+            assert sum(fused.fallbacks.values()) - refused == (fused.launches == launches)  # one or the other
+
+        for _ in range(14):
+            check_call()
+        assert fused.fallbacks[changes] >= 4
+        assert fused.fallbacks.keys() <= {changes, "dynamo captured a graph that was not verified"}
+        assert sum(changes in str(one.message) for one in told) == 1
+        model.calls, refused = 3, fused.fallbacks[changes]
+        check_call()  # dynamo has a graph of this one
+        assert fused.fallbacks[changes] == refused
