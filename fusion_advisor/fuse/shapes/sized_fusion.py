@@ -88,10 +88,8 @@ class Workpiece:
     @functools.cached_property
     def by_one_size(self) -> frozenset[str]:
         """Ids of graph passes that go by something else at one end of the piece than at another."""
-        box = [one for one in self.piece.box if one.name in self.names]
-        ends = [dict(zip(self.names, sizes, strict=True)) for sizes in itertools.product(*((one.least, one.most) for one in box))]
-        symbols = [self.opened.symbols({**self.fixed, **end}) for end in ends]
-        return size_bound(self.opened.region.graph.graph, symbols)
+        ends = itertools.product(*((one.least, one.most) for one in self.piece.box if one.name in self.names))
+        return size_bound(self.opened.region.graph.graph, [self.opened.symbols(self.sizes(end)) for end in ends])
 
     @property
     def first_point(self) -> Point:
