@@ -222,7 +222,7 @@ def test_a_frozen_model_is_told_what_to_do():
 
 
 def test_tensors_that_are_plain_attributes_are_as_they_were():
-    """A memory bank that is no buffer, and a tensor that each step makes anew."""
+    """Keeps a memory bank in a plain attribute. Each step puts a new tensor into another."""
     model = nn.Linear(4, 4)
     model.bank, model.last, model.counts = torch.ones(600, 600), torch.zeros(4), True
     model.mask = torch.ones(1).expand(3)

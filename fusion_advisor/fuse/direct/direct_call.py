@@ -148,7 +148,7 @@ class DirectCall:
 
 
 class ChangesAlways(Exception):
-    """A call for which dynamo would compile a graph anew, as it did for others before; the text says why."""
+    """Dynamo would compile one more graph for a call, and has compiled too many. The text says so to users."""
 
 
 class Shortcut:

@@ -282,7 +282,7 @@ def _op_of(name: str) -> Callable[..., Any]:
     """Return an op of torch's dispatcher by its full name: ATen's, or another library's that computes tensors from tensors.
 
     Raises:
-        CannotDescribe: there is none, or it may do more than compute: open a file, write to what it is given.
+        CannotDescribe: there is no such op, or it may open a file or write to its inputs.
     """
     if name == "getitem":
         return operator.getitem

@@ -75,9 +75,10 @@ def test_what_was_not_kept_is_not_in_the_plan(loaded, quick):  # noqa: F811
     assert plan.fusions == () and not plan.rewrites
 
 
-def test_a_plan_is_not_put_in_where_each_call_would_run_the_original_ops(loaded, quick):  # noqa: F811
-    saved_run(loaded, quick, verdicts(keep_all))
-    plan, other = load_plan(quick.run_dir), another()
+def test_a_plan_is_not_put_in_where_each_call_would_run_the_original_ops(request):
+    model, options = (request.getfixturevalue(name) for name in ("loaded", "quick"))
+    saved_run(model, options, verdicts(keep_all))
+    plan, other = load_plan(options.run_dir), another()
     other.model.train()
     with pytest.raises(ModelInTraining):
         apply_plan(other, plan)
