@@ -1,7 +1,10 @@
 """The memory that CUDA graphs of ranges of sizes may hold together, which sizes have none for it, and what they hold.
 
 A graph is counted ahead of being recorded, by its ops (:mod:`fusion_advisor.fuse.cuda_graph.graph_bytes`), and what the pool
-holds is read after it. What the count misses (workspaces of GEMMs, holes between tensors) is added to every later count.
+holds is read after it. What the count misses (workspaces of GEMMs, holes between tensors) is added to later counts.
+
+Graphs share what passes in them only where the largest was recorded first: the pool keeps the segments of smaller ones, and a
+larger tensor fits into none of them. So a larger graph adds all that passes in it, until all are dropped and it comes first.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from fusion_advisor import units
-from fusion_advisor.fuse.cuda_graph.graph_bytes import GraphBytes, TooLarge, held_by
+from fusion_advisor.fuse.cuda_graph.graph_bytes import GraphBytes, TooLarge
 from fusion_advisor.fuse.cuda_graph.recording import Recorder, Recording
 
 if TYPE_CHECKING:
@@ -30,11 +33,19 @@ class Bound:
         self._recorder = recorder
         self._most_bytes = most_bytes
         self._missed = 0
-        """Bytes that counts were too low."""
+        """Bytes that counts of single graphs were too low."""
+        self._missed_together = 0
+        """Bytes that counts of several in one pool were too low."""
         self._pool = 0
         """Bytes of the pool after the latest recording."""
         self._exact = 0
         """Bytes of it that recordings of exact sizes added."""
+        self._passing = 0
+        """Bytes of it that pass in recordings of ranges."""
+        self._largest_passing = 0
+        """By the one of them in which most passes."""
+        self._recorded = 0
+        """Recordings of ranges in this pool, also those that were dropped since."""
         self._refused = 0
         self._largest = 0
 
@@ -51,7 +62,7 @@ class Bound:
 
     def restart(self) -> None:
         """Begin with an empty pool: no recording is left, so its memory is given back ahead of the next one."""
-        self._pool = self._exact = 0
+        self._pool = self._exact = self._passing = self._largest_passing = self._recorded = 0
 
     def refuse(self, region: GraphedRegion, nbytes: int) -> None:
         """Let a region run launch by launch from now on.
@@ -74,14 +85,16 @@ class Bound:
             raise TooLarge(needed.total + self._missed)
 
     def has_room(self, recorded: Iterable[GraphedRegion], needed: GraphBytes) -> bool:
-        """Whether a graph fits together with those that are recorded. That it fits alone is known.
+        """Whether a graph fits into the pool beside those that are recorded.
 
         Args:
             recorded: the regions that have graphs.
             needed: by the other one.
         """
-        others = [one.held for one in recorded if one.held is not None]
-        return not others or held_by([*others, needed]) + self._missed <= self._most_bytes
+        if not self._recorded:
+            return True  # that it fits by itself is known
+        kept = needed.kept + sum(one.held.kept for one in recorded if one.held is not None)
+        return self._passing_with(needed) + kept + max(self._missed, self._missed_together) <= self._most_bytes
 
     def overflow(self, latest: GraphedRegion, recordings: Mapping[GraphedRegion, Recording | SegmentedRecording]) -> int:
         """Return how many bytes recordings of ranges hold if these are more than they may, else 0.
@@ -94,9 +107,19 @@ class Bound:
         if latest.held is None:
             self._exact += max(0, self._pool - before)
             return 0
-        known = [one.held for one in recordings if one.held is not None]
+        self._passing = self._passing_with(latest.held)
+        self._largest_passing = max(self._largest_passing, latest.held.passing)
+        self._recorded += 1
         held = self._pool - self._exact + sum(one.input_bytes for region, one in recordings.items() if region.held is not None)
         if held <= self._most_bytes:
             return 0
-        self._missed = max(self._missed, held - held_by(known))
+        missed = held - self._passing - sum(one.held.kept for one in recordings if one.held is not None)
+        if self._recorded == 1:
+            self._missed = max(self._missed, missed)
+        else:
+            self._missed_together = max(self._missed_together, missed)
         return held
+
+    def _passing_with(self, other: GraphBytes) -> int:
+        """Return the bytes of the pool that pass in recordings of ranges once there is another one."""
+        return self._passing + (other.passing if other.passing > self._largest_passing else 0)

@@ -2,7 +2,7 @@
 
 All graphs of a model share a memory pool: one is replayed at a time, so what lies in between may lie at one place. Results and
 copied inputs are each graph's own. The pool gives nothing back before its last graph is gone. So a graph that is found to be too
-large once it is recorded has had its memory already.
+large once it is recorded has had its memory already. :mod:`fusion_advisor.fuse.cuda_graph.bound` adds graphs up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GraphBytes:
 
     Attributes:
         kept: results and copied inputs.
-        passing: the most that lies in between at once; graphs share it.
+        passing: the most that lies in between at once; smaller graphs share it.
     """
 
     kept: int
@@ -54,12 +54,6 @@ class GraphBytes:
             nbytes: of their copies.
         """
         return GraphBytes(self.kept + nbytes, self.passing)
-
-
-def held_by(graphs: Iterable[GraphBytes]) -> int:
-    """Return what several graphs hold together."""
-    known = list(graphs)
-    return sum(one.kept for one in known) + max((one.passing for one in known), default=0)
 
 
 def symbols_given(placeholders: Sequence[Node], given: Sequence[Any]) -> dict[Any, int]:

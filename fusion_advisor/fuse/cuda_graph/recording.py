@@ -46,7 +46,7 @@ class Recorder(Protocol):
         ...
 
     def give_back(self) -> None:
-        """Give the memory of graphs that are gone back to the device."""
+        """Give the memory of all graphs back to the device; none is left."""
         ...
 
 
@@ -96,7 +96,8 @@ class CudaRecorder:
         return sum(int(part["total_size"]) for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(self._pool))
 
     def give_back(self) -> None:
-        """Have the allocator free what no graph uses: it keeps the segments of a pool whose graphs are gone."""
+        """Have the allocator free the pool, all of whose graphs are gone. A caller may still hold a result in it: a new one begins."""
+        self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
 
 

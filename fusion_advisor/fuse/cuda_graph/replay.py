@@ -260,6 +260,7 @@ class Graphs:
         call.launched = None
         result = recording.give(args, call.fresh)
         if is_new:
+            del recording  # the pool keeps its memory as long as anything holds a graph of it
             self._keep_to_bound(region)
         return result
 
@@ -283,7 +284,7 @@ class Graphs:
         return None
 
     def admit(self, region: GraphedRegion, needed: GraphBytes) -> None:
-        """Drop recordings of ranges, the one replayed longest ago first, until another one fits among them.
+        """Make room for the graph of a region of ranges: drop the ones replayed longest ago, or all where their pool is in its way.
 
         Args:
             region: that is to be recorded.
@@ -294,19 +295,28 @@ class Graphs:
         """
         self._bound.require_room(needed)
         region.held = needed
+        if not self._bound.has_room((), needed):
+            self._empty_pool()
         while not self._bound.has_room(self._recordings, needed):
             oldest = next(one for one in self._recordings if one.held is not None)
             del self._recordings[oldest]
             oldest.wait_longer()
 
     def _keep_to_bound(self, latest: GraphedRegion) -> None:
-        """Drop all recordings where they hold more than was counted: a pool can give memory back when its last graph is gone."""
+        """Drop all recordings where they hold more than was counted."""
         held = self._bound.overflow(latest, self._recordings)
         if held and all(one is latest or one.held is None for one in self._recordings):
             self._bound.refuse(latest, held)
         if held:
-            self.forget()
-            self._recorder.give_back()
+            self._empty_pool()
+
+    def _empty_pool(self) -> None:
+        """Drop all recordings and give their memory back: a pool gives nothing back before its last graph is gone."""
+        for one in self._recordings:
+            if one.held is not None:
+                one.wait_longer()
+        self.forget()
+        self._recorder.give_back()
 
     def _make_room(self, error: CannotRecord) -> bool:
         """Drop half of the recordings for good where memory ran out; False where it did not, or where there is none to drop."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fusion_advisor.capture.sizes.open_capture import capture_open
-from fusion_advisor.fuse.cuda_graph.graph_bytes import held_by
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.segmented_region import SegmentedRecording
 from fusion_advisor.fuse.cuda_graph.segments import split
@@ -82,7 +81,7 @@ def test_what_segments_hold_is_counted_and_bounded(recwarn):
             outputs = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in made}
             assert region.held.kept == sum(outputs.values()) + sum(one.nbytes for one in recording.statics)
             assert region.held.passing > 0
-        most = held_by([small[0].held, large[0].held]) - 1
+        most = small[0].held.kept + large[0].held.total + small[0].held.passing - 1
         fused.revert()
         fused, call = serving_decode(qwen2(), recorder := Empty(), most_bytes=most)
         expected = launched(fused, call, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -258,12 +259,34 @@ def test_a_prompt_whose_cache_is_large_is_launched_op_by_op_without_a_word(prefi
 
 
 class Pool(FakeRecorder):
-    """A recorder whose pool holds what is planted."""
+    """A recorder whose pool holds what is planted until it is given back; some of its graphs may still be there then.
 
-    held = 0
+    Attributes:
+        held: bytes of the pool.
+        left: graphs that something held when the pool was given back: its memory stays then.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.left, self._graphs = 0, 0, []
+
+    def record(self, call):
+        replay, result = super().record(call)
+
+        class Graph:
+            def play(self):
+                replay()
+
+        graph = Graph()
+        self._graphs.append(weakref.ref(graph))
+        return graph.play, result
 
     def pool_bytes(self):
         return self.held
+
+    def give_back(self):
+        super().give_back()
+        self.left += sum(graph() is not None for graph in self._graphs)
 
 
 OF_A_ROW = (32 + 2 * 64) * 4
@@ -293,29 +316,45 @@ def test_graphs_are_dropped_to_make_room_for_the_bytes_of_another(recwarn):
         fused, recorder = ranged(most_bytes=20 * OF_A_ROW, recorder=Pool(), limit=9)
         uses(fused, 16)
         uses(fused, 4)  # shares what passes in the first
-        assert len(fused.graphs.recordings) == 2
-        uses(fused, 4, 1)
-        uses(fused, 18)  # the first goes, the second may stay
+        uses(fused, 6)
+        assert recorder.recorded == 3 and len(fused.graphs.recordings) == 3
+        uses(fused, 12)  # the first goes, the others may stay
+        assert recorder.recorded == 4 and len(fused.graphs.recordings) == 3
+        for rows in (4, 6, 12):
+            uses(fused, rows)
+        assert recorder.recorded == 4 and recorder.given_back == 0
+        assert fused.graphs.summary.startswith("3 of at most 9 CUDA graphs are recorded and hold")
+    assert fused.graphs.refusals == {} and not recwarn.list
+
+
+def test_a_larger_graph_fits_into_no_memory_of_smaller_ones_and_comes_first_in_an_empty_pool(recwarn):
+    with torch.no_grad():
+        fused, recorder = ranged(most_bytes=20 * OF_A_ROW, recorder=Pool(), limit=9)
+        uses(fused, 8)
+        uses(fused, 16)  # what passes in both and what they keep is more than 20 rows' bytes
+        assert recorder.recorded == 2 and (recorder.given_back, recorder.left) == (1, 0)
+        assert len(fused.graphs.recordings) == 1
+        uses(fused, 8, 3)  # after twice as many calls as at first
         assert recorder.recorded == 3 and len(fused.graphs.recordings) == 2
-        uses(fused, 4)
-        uses(fused, 18)
-        assert recorder.recorded == 3
-        assert fused.graphs.summary.startswith("2 of at most 9 CUDA graphs are recorded and hold")
+        uses(fused, 16)
+        assert recorder.recorded == 3 and recorder.given_back == 1
     assert fused.graphs.refusals == {} and not recwarn.list
 
 
 def test_graphs_that_hold_more_than_was_counted_are_dropped_and_fewer_are_kept(recwarn):
     with torch.no_grad():
         fused, recorder = ranged(most_bytes=20 * OF_A_ROW, recorder=Pool(), limit=9)
-        uses(fused, 4)
-        recorder.held = 40 * OF_A_ROW  # 6 and 4 rows were counted
         uses(fused, 6)
+        recorder.held = 40 * OF_A_ROW  # 6 and 4 rows were counted
+        uses(fused, 4)
         assert recorder.recorded == 2 and fused.graphs.recordings == ()
+        assert (recorder.given_back, recorder.left) == (1, 0)
         recorder.held = 0
-        uses(fused, 4, 1)  # what was missed leaves no room for any
-        assert fused.graphs.recordings == () and recorder.recorded == 2
-        assert "1 size runs launch by launch: its graph would hold up to 24.6 kB" in fused.graphs.summary
-    assert fused.graphs.refusals == {} and not recwarn.list
+        uses(fused, 4, 3)
+        assert recorder.recorded == 3 and len(fused.graphs.recordings) == 1
+        uses(fused, 3, 2)  # what was missed leaves room for one at a time
+        assert recorder.recorded == 4 and len(fused.graphs.recordings) == 1 and recorder.given_back == 2
+    assert fused.graphs.refusals == {} and not recwarn.list and "launch by launch" not in fused.graphs.summary
 
 
 def test_a_single_graph_that_holds_more_than_was_counted_is_not_recorded_again():
@@ -324,20 +363,22 @@ def test_a_single_graph_that_holds_more_than_was_counted_is_not_recorded_again()
         recorder.held = 21 * OF_A_ROW
         uses(fused, 4, 5)
         assert recorder.recorded == 1 and fused.graphs.recordings == () and "1 size runs" in fused.graphs.summary
+        assert (recorder.given_back, recorder.left) == (1, 0)
 
 
 def test_the_graph_of_the_verified_sizes_is_not_counted():
     with torch.no_grad():
-        fused, recorder = ranged(most_bytes=3 * OF_A_ROW, recorder=Pool())
+        fused, recorder = ranged(most_bytes=4 * OF_A_ROW, recorder=Pool())
         recorder.held = 1 << 30
         uses(fused, 5, 3)
         assert recorder.recorded == 1 and recorder.replayed == 2
         recorder.held += 2 * OF_A_ROW
-        uses(fused, 2)
-        assert len(fused.graphs.recordings) == 2
-        recorder.held += 2 * OF_A_ROW
         uses(fused, 3)
-        assert fused.graphs.recordings == () and recorder.given_back == 1  # one pool gives back all or nothing
+        assert len(fused.graphs.recordings) == 2
+        recorder.held += 3 * OF_A_ROW
+        uses(fused, 2)
+        assert fused.graphs.recordings == ()  # one pool gives back all or nothing
+        assert (recorder.given_back, recorder.left) == (1, 0)
         recorder.held = 1 << 30
         uses(fused, 5, 1)
         assert len(fused.graphs.recordings) == 1
