@@ -96,7 +96,7 @@ class CudaRecorder:
         return sum(int(part["total_size"]) for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(self._pool))
 
     def give_back(self) -> None:
-        """Have the allocator free the pool, all of whose graphs are gone. A caller may still hold a result in it: a new one begins."""
+        """Have the allocator free the pool, and begin another: a caller may still hold a result in the old one."""
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
 

@@ -284,7 +284,7 @@ class Graphs:
         return None
 
     def admit(self, region: GraphedRegion, needed: GraphBytes) -> None:
-        """Make room for the graph of a region of ranges: drop the ones replayed longest ago, or all where their pool is in its way.
+        """Make room for a graph of sizes of a range: drop those that were replayed longest ago, or all where that is not enough.
 
         Args:
             region: that is to be recorded.
