@@ -111,14 +111,12 @@ class Bound:
         self._largest_passing = max(self._largest_passing, latest.held.passing)
         self._recorded += 1
         held = self._pool - self._exact + sum(one.input_bytes for region, one in recordings.items() if region.held is not None)
-        if held <= self._most_bytes:
-            return 0
         missed = held - self._passing - sum(one.held.kept for one in recordings if one.held is not None)
         if self._recorded == 1:
             self._missed = max(self._missed, missed)
         else:
             self._missed_together = max(self._missed_together, missed)
-        return held
+        return held if held > self._most_bytes else 0
 
     def _passing_with(self, other: GraphBytes) -> int:
         """Return the bytes of the pool that pass in recordings of ranges once there is another one."""
