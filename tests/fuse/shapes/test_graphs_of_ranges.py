@@ -424,4 +424,7 @@ def test_real_graphs_hold_no_more_than_they_may():
                 torch.testing.assert_close(fused(x), fused._original(x), rtol=1e-3, atol=1e-3)
             held, kinds = fused.graphs.pool_bytes(), [one.held for one in fused.graphs._recordings]
             assert held <= most, f"{held} bytes after {rows} rows, counted {kinds}: {fused.graphs.summary}"
-        assert fused.graphs.recordings and "1 size runs launch by launch: its graph would hold up to 5" in fused.graphs.summary
+        assert "1 size runs launch by launch: its graph would hold up to 5" in fused.graphs.summary
+        for _ in range(20):  # whichever graphs were dropped on the way, one comes back and stays
+            fused(x)
+        assert fused.graphs.recordings and fused.graphs.pool_bytes() <= most
