@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OptionsT = TypeVar("OptionsT", bound="ProfileOptions")
 
-__all__ = ["apply", "load_plan", "load_report", "profile"]
+__all__ = ["apply", "lay_out_weights", "load_plan", "load_report", "profile"]
 
 
 def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> NotebookReport:
@@ -97,7 +97,7 @@ def apply(
         UsageError: an option that the phase cannot serve, or with a value out of its range.
         TypeError: an option that does not exist, options together with a plan, a plan for ``phase="train"``, another phase, or an
             argument that is no module.
-        PlanMismatch: the plan was made for another graph or device.
+        PlanMismatch, WeightsApart: the plan was made for another graph or device; it needs :func:`lay_out_weights` first.
         OutOfMemory: with what to try instead.
     """
     from functools import partial
@@ -177,6 +177,24 @@ def _applied(loaded: LoadedWorkload, options: ApplyOptions) -> AppliedRun | Trai
     if (write_start := getattr(run, "write_start", None)) is not None:
         write_start(folder)
     return run
+
+
+def lay_out_weights(model: torch.nn.Module) -> int:
+    """Lay a model's weights out as ``fusion-advisor apply`` does for the models that it loads, ahead of :func:`apply`.
+
+    Weights of linears that read one input are laid side by side, so that they can run as one GEMM, and 16-bit weights of an odd
+    number of rows get room after them. Parameters stay the same objects with the same values, and an optimizer goes on with them.
+    What else holds a weight's old memory (a view of it, another process) keeps that memory, and does not see later writes.
+
+    Args:
+        model: on its device, in its dtype. While its weights are moved, those of one module lie in memory twice.
+
+    Returns:
+        How many parameters were moved; 0 where all lie so already.
+    """
+    from fusion_advisor.workload import weight_packing
+
+    return weight_packing.lay_out_weights(model)
 
 
 def load_plan(run_dir: str | Path) -> SavedPlan:

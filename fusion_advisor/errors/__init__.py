@@ -32,6 +32,7 @@ from fusion_advisor.errors.files import (
     UnreadableReport,
     UnreadableTrace,
     UnsafeName,
+    WeightsApart,
 )
 from fusion_advisor.errors.gates import GateFailed, GateNotJudged
 from fusion_advisor.errors.kernels import (
@@ -142,4 +143,5 @@ __all__ = [
     "UnsafeName",
     "UnsupportedPlan",
     "UsageError",
+    "WeightsApart",
 ]

@@ -217,3 +217,13 @@ class RunInUse(AdvisorError):
     note = "two runs in one directory would mix their kernels and reports"
     hint = "choose another directory with -o, or wait until the other run has ended"
     exit_code = 2
+
+
+class WeightsApart(AdvisorError):
+    """A saved plan whose merged or odd-width GEMMs need the model's weights to lie as in the plan's model."""
+
+    code = "FA522"
+    message = "the plan of run `{run}` has {title}, for which weights must lie together in memory, and this model's do not"
+    note = "the model was left as it was"
+    hint = "call `fusion_advisor.lay_out_weights(model)` ahead of `apply`: it moves weights and changes no value"
+    exit_code = 9

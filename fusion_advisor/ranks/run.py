@@ -31,7 +31,7 @@ from fusion_advisor.records.serialize import encode
 from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.workload.inputs import input_metas, make_inputs
 from fusion_advisor.workload.load import LoadedWorkload
-from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
+from fusion_advisor.workload.weight_packing import lay_out_weights
 
 _LEFT_OUT = "left out"
 PHASES = ("forward", "prefill", "decode")
@@ -83,8 +83,7 @@ def placed(loaded: LoadedWorkload, ranks: Ranks) -> LoadedWorkload:
     if loaded.request.tp is not None:
         plan = plan_of(loaded.model, model_id, ranks.world_size)
         shard(loaded.model, plan, ranks.rank, ranks.world_size, ranks.group_name, model_id=model_id)
-        lay_out_siblings(loaded.model)
-        leave_room(loaded.model)
+        lay_out_weights(loaded.model)
         if loaded.record.device != "cpu":
             torch.cuda.empty_cache()
         if loaded.request.phase == "decode":

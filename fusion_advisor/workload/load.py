@@ -28,7 +28,7 @@ from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.inputs import NEW_TOKENS, ExampleInputs, input_metas, make_inputs, move
 from fusion_advisor.workload.request import WorkloadRequest
 from fusion_advisor.workload.resolve import Source, resolve_source
-from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
+from fusion_advisor.workload.weight_packing import lay_out_weights
 from fusion_advisor.workload.weights import build_random, load_weights, seeded, weight_bytes
 
 
@@ -174,8 +174,7 @@ def _build(
         )
     else:
         model = load_weights(model_class, source, request, config=config, device=device, dtype=dtype)
-    lay_out_siblings(model)
-    leave_room(model)
+    lay_out_weights(model)
     return model.eval()
 
 
@@ -203,8 +202,7 @@ def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: to
     is_switched = made.model.training and request.phase != "train"
     model = made.model.to(device, dtype).eval()
     if request.phase != "train":  # an optimizer of the factory's would go on with parameters that the model no longer has
-        lay_out_siblings(model)
-        leave_room(model)
+        lay_out_weights(model)
     inputs = _placed(made.inputs, model, device=device, dtype=dtype)
     metas = input_metas(model, inputs.args, inputs.kwargs)
     record = _record(request, model, metas, device=device, seq_len=inputs.seq_len, weights="user", batch=_batch_of(metas))

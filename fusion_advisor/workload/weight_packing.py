@@ -1,15 +1,16 @@
-"""Lay out weights for the GEMMs that can run on them, while a model is being loaded.
+"""Lay out weights in memory for the GEMMs that can run on them.
 
 Linears that read one input (q/k/v, gate/up) can run as one GEMM on a view of their weights, with no second copy of them, when
 those lie one after the other. A weight of an odd number of rows (a vocabulary of 50,257) gets room for a few more after it, so
-that its GEMM can run on a rounded size. The model is the same otherwise: names, values, dtypes, ties and the state_dict do not
-change, and no weight is laid out twice. This is done to models that we load or that a factory makes for us, before anybody holds
-their parameters; a user's live model is never touched.
+that its GEMM can run on a rounded size. The model is the same otherwise: parameters, names, values, dtypes, ties and the
+state_dict do not change. This is done to models that we load or that a factory makes for us. A user's live model is laid out
+only where the user asks for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +21,20 @@ GEMM_MULTIPLE = _ALIGNMENT_BYTES // 2
 """Elements of 16 bits in that: widths that are no multiple of it get a GEMM for operands aligned to nothing."""
 
 
+def lay_out_weights(model: nn.Module) -> int:
+    """Do both of what follows; see :func:`fusion_advisor.lay_out_weights`.
+
+    Returns:
+        How many parameters were moved.
+    """
+    return lay_out_siblings(model) + leave_room(model)
+
+
+def lies_laid_out(model: nn.Module) -> bool:
+    """Whether :func:`lay_out_weights` would move nothing."""
+    return not any(True for _ in _groups(model)) and not any(True for _ in _without_room(model))
+
+
 def lay_out_siblings(model: nn.Module) -> int:
     """Give the weights (and the biases) of sibling linears one storage each group.
 
@@ -27,14 +42,51 @@ def lay_out_siblings(model: nn.Module) -> int:
     module holds them. Tied weights stay where they are, also those that are tied by their memory alone.
 
     Args:
-        model: owned by the caller; its linears get new parameter objects over the same values.
+        model: its parameters get other memory with the same values.
 
     Returns:
-        How many groups were laid out.
+        How many parameters were moved.
     """
+    moved = 0
+    for parameters in list(_groups(model)):
+        with torch.inference_mode(False):
+            memory = torch.cat([parameter.detach() for parameter in parameters])
+            start = 0
+            for parameter in parameters:
+                parameter.data = memory[start : start + parameter.shape[0]]
+                start += parameter.shape[0]
+        moved += len(parameters)
+        if memory.is_cuda:
+            torch.cuda.empty_cache()  # what they left fits nothing that comes after, and would stay reserved
+    return moved
+
+
+def leave_room(model: nn.Module) -> int:
+    """Give 16-bit weights and biases of linears, where their rows are no multiple of eight, memory for seven more of them.
+
+    A padded GEMM reads the rows up to the next multiple; one that stores odd rows in place (``odd_width_gemm``) all seven.
+    Parameters that share their memory stay where they are. The further rows are zeros.
+
+    Args:
+        model: its parameters get other memory with the same values.
+
+    Returns:
+        How many parameters were moved.
+    """
+    found = list(_without_room(model))
+    for parameter in found:
+        rows = parameter.shape[0]
+        with torch.inference_mode(False):
+            memory = parameter.detach().new_zeros((roomy_rows(rows), *parameter.shape[1:]))
+            memory[:rows] = parameter.detach()
+            parameter.data = memory[:rows]
+    return len(found)
+
+
+def _groups(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Yield weights and biases of siblings that could lie side by side and do not."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     tied = _tied_by_memory(model)
-    groups = 0
     for parent in model.modules():
         families: dict[tuple[object, ...], list[nn.Linear]] = {}
         for child in parent.children():
@@ -47,50 +99,23 @@ def lay_out_siblings(model: nn.Module) -> int:
         for linears in families.values():
             if len(linears) < 2 or not all(_is_aligned(parameter) for linear in linears for parameter in linear.parameters()):
                 continue
-            _join(linears, "weight")
-            if linears[0].bias is not None:
-                _join(linears, "bias")
-            groups += 1
-            if linears[0].weight.is_cuda:
-                torch.cuda.empty_cache()  # what they left fits nothing that comes after, and would stay reserved
-    return groups
+            for name, _ in linears[0].named_parameters():
+                group = [linear.get_parameter(name) for linear in linears]
+                if not _lie_together(group):
+                    yield group
 
 
-def leave_room(model: nn.Module) -> int:
-    """Give 16-bit weights and biases of linears, where their rows are no multiple of eight, memory for seven more of them.
-
-    A padded GEMM reads the rows up to the next multiple; one that stores odd rows in place (``odd_width_gemm``) all seven.
-    Tied weights stay tied: every module with the old one gets the new parameter, and parameters that share their memory stay
-    where they are. The further rows are zeros.
-
-    Args:
-        model: owned by the caller; its linears get new parameter objects over the same values.
-
-    Returns:
-        How many parameters were moved.
-    """
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holders.setdefault(id(parameter), []).append((module, name))
+def _without_room(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield each weight and bias of a linear once that has an odd number of rows and no room after them."""
     tied = _tied_by_memory(model)
-    moved = 0
-    for linear in [module for module in model.modules() if type(module) is nn.Linear]:
-        for parameter in list(linear.parameters(recurse=False)):
-            if not parameter.dim() or id(parameter) in tied or not _is_plain(parameter):
-                continue
-            rows = roomy_rows(parameter.shape[0])
-            fills_storage = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
-            if parameter.element_size() != 2 or has_room(parameter, rows) or not (parameter.is_contiguous() and fills_storage):
-                continue
-            memory = parameter.detach().new_zeros((rows, *parameter.shape[1:]))
-            memory[: parameter.shape[0]] = parameter.detach()
-            replacement = nn.Parameter(memory[: parameter.shape[0]], requires_grad=parameter.requires_grad)
-            replacement.__dict__.update(parameter.__dict__)
-            for module, name in holders[id(parameter)]:
-                setattr(module, name, replacement)
-            moved += 1
-    return moved
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    for parameter in {id(own): own for linear in linears for own in linear.parameters(recurse=False)}.values():
+        if not parameter.dim() or id(parameter) in tied or not _is_plain(parameter):
+            continue
+        fills_storage = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+        is_plain = parameter.element_size() == 2 and parameter.is_contiguous() and fills_storage
+        if is_plain and not has_room(parameter, roomy_rows(parameter.shape[0])):
+            yield parameter
 
 
 def padded_rows(rows: int) -> int:
@@ -131,21 +156,20 @@ def _tied_by_memory(model: nn.Module) -> set[int]:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether a new parameter over the same values is the same: no subclass's tensor, and nobody waits for its gradient."""
-    return type(parameter.data) is torch.Tensor and not parameter._backward_hooks and not parameter.is_meta
+    """Whether other memory with the same values is the same: it is no subclass's tensor."""
+    return type(parameter.data) is torch.Tensor and not parameter.is_meta
 
 
 def _is_aligned(parameter: nn.Parameter) -> bool:
     return parameter.is_contiguous() and parameter.numel() * parameter.element_size() % _ALIGNMENT_BYTES == 0
 
 
-def _join(linears: list[nn.Linear], name: str) -> None:
-    parameters = [linear.get_parameter(name) for linear in linears]
-    memory = torch.cat([parameter.detach() for parameter in parameters])
-    start = 0
-    for linear, parameter in zip(linears, parameters, strict=True):
-        end = start + parameter.shape[0]
-        moved = nn.Parameter(memory[start:end], requires_grad=parameter.requires_grad)
-        moved.__dict__.update(parameter.__dict__)
-        setattr(linear, name, moved)
-        start = end
+def _lie_together(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether each begins in the same storage where the one before it ends."""
+    first = parameters[0]
+    place = first.data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != place or parameter.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return False
+        place += parameter.nbytes
+    return True

@@ -73,7 +73,7 @@ def derived(seed=0, *, is_laid_out=False):
     model = Derived().eval()
     model.norm.running_mean.uniform_()
     if is_laid_out:
-        assert lay_out_siblings(model) == 1
+        assert lay_out_siblings(model) == 3
     return describe_live(model, (torch.randn(2, ROWS, WIDTH),))
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import copy
+import operator
 
 import torch
 from torch import nn
 
-from fusion_advisor.workload.weight_packing import has_room, lay_out_siblings, leave_room, padded_rows, roomy_rows
+from fusion_advisor.workload.weight_packing import (
+    has_room,
+    lay_out_siblings,
+    lay_out_weights,
+    leave_room,
+    lies_laid_out,
+    padded_rows,
+    roomy_rows,
+)
 
 
 class Tied(nn.Module):
@@ -40,7 +49,7 @@ def test_odd_weights_get_room_and_the_model_stays_the_same():
 def test_wide_dtypes_and_weights_that_lie_in_a_common_storage_stay():
     assert leave_room(Tied(torch.float32)) == 0
     model = nn.ModuleDict({name: nn.Linear(16, 12, bias=False, dtype=torch.float16) for name in "qk"})
-    assert lay_out_siblings(model) == 1
+    assert lay_out_siblings(model) == 2
     storage = model["q"].weight.untyped_storage().data_ptr()
     assert leave_room(model) == 0
     assert model["k"].weight.untyped_storage().data_ptr() == storage
@@ -67,7 +76,7 @@ def test_siblings_tied_by_their_memory_stay():
     memory = torch.randn(20, 16)
     model = siblings(q=memory[:12], k=memory[8:], v=torch.randn(8, 16), o=torch.randn(8, 16))
     places = [model[name].weight.data_ptr() for name in "qk"]
-    assert lay_out_siblings(model) == 1  # v and o
+    assert lay_out_siblings(model) == 2  # v and o
     assert [model[name].weight.data_ptr() for name in "qk"] == places
     assert model["o"].weight.data_ptr() == model["v"].weight.data_ptr() + 8 * 16 * 4
     model = siblings(q=torch.randn(8, 16), k=torch.randn(8, 16))
@@ -81,15 +90,40 @@ def test_siblings_tied_by_their_memory_stay():
 def test_siblings_beside_each_other_in_one_storage_are_laid_out():
     memory = torch.randn(20, 16)
     model = siblings(q=memory[:8], k=memory[12:])
-    assert lay_out_siblings(model) == 1
+    assert lay_out_siblings(model) == 2
     assert torch.equal(model["k"].weight, memory[12:]) and model["k"].weight.data_ptr() != memory[12:].data_ptr()
 
 
-def test_parameters_that_are_more_than_their_values_stay():
-    model = nn.ModuleDict({name: nn.Linear(16, 12, bias=False, dtype=torch.float16) for name in "qk"})
-    model["q"].weight.register_hook(lambda gradient: gradient)
-    assert lay_out_siblings(model) == 0
-    assert leave_room(model) == 1
+def test_parameters_stay_the_same_objects_for_hooks_and_optimizers_and_subclasses_stay_where_they_are():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(16, 16, dtype=torch.float64) for name in "qkv"})
+    seen, own = [], list(model.parameters())
+    model["q"].weight.register_hook(seen.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = copy.deepcopy(model.state_dict())
+    assert not lies_laid_out(model) and lay_out_weights(model) == 6
+    assert lies_laid_out(model) and lay_out_weights(model) == 0
+    assert all(map(operator.is_, model.parameters(), own)) and all(map(torch.equal, model.state_dict().values(), before.values()))
+    sum(linear(torch.ones(2, 16, dtype=torch.float64)).sum() for linear in model.values()).backward()
+    optimizer.step()
+    assert len(seen) == 1 and lies_laid_out(model)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value, before[name] - 0.5 * 2, rtol=0, atol=1e-12)
+
+    class Counted(torch.Tensor):
+        pass
+
+    model["k"].weight = nn.Parameter(torch.randn(16, 16, dtype=torch.float64).as_subclass(Counted))
+    model["v"].weight = nn.Parameter(model["v"].weight.detach().clone())
+    assert lay_out_weights(model) == 4  # q's and v's
+
+
+def test_a_model_made_in_inference_mode_is_laid_out():
+    with torch.inference_mode():
+        model = nn.ModuleDict({name: nn.Linear(16, 13, bias=False, dtype=torch.float16) for name in "qk"})
+        values = [linear.weight.clone() for linear in model.values()]
+        assert lay_out_weights(model) == 2
+    assert all(torch.equal(linear.weight, value) for linear, value in zip(model.values(), values, strict=True))
 
 
 def test_rows_are_rounded_up():

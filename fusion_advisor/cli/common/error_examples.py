@@ -95,6 +95,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA519": {"path": "gpt2_fused"},
     "FA520": {"kernel": "my_gelu", "licence": "LicenseRef-Proprietary"},
     "FA521": {"path": "fusion-runs/gpt2"},
+    "FA522": {"run": "20260101-120000-7f3a9c", "title": "merged GEMMs"},
     "FA701": {"failed": "speedup<1.05", "command": "fusion-advisor apply gpt2 --fail-on 'speedup<1.05'"},
     "FA801": {"detail": "the environment has no RANK"},
     "FA802": {"rank": 1, "what": "versions", "detail": "`torch 2.12.0`, not `torch 2.13.0`"},

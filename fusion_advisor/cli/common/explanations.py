@@ -267,6 +267,12 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "A run holds its directory while it writes. The system lets go of it when the process ends, also when it is killed: a "
         "half-written run never stops a new one.",
     ),
+    "FA522": (
+        "In models that fusion-advisor loads the weights of linears that read one input lie side by side, so that they can run "
+        "as one GEMM, and weights of an odd number of rows have room after them. A model that you load has its weights where its "
+        "library put them, and is not touched unasked.",
+        "Parameters stay the same objects. What holds a view of a weight's old memory keeps that memory.",
+    ),
     "FA801": (
         "torchrun starts a process for each GPU and tells each its number (RANK), how many there are (WORLD_SIZE) and where they "
         "meet (MASTER_ADDR, MASTER_PORT). `python -m torch.distributed.run` is the same program.",

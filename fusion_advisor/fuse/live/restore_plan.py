@@ -20,7 +20,7 @@ from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, capture_regions
 from fusion_advisor.capture.layout_trial import drop_layouts
 from fusion_advisor.capture.loops.one_op import fold_loops
-from fusion_advisor.errors import AdvisorError, PlanMismatch
+from fusion_advisor.errors import AdvisorError, PlanMismatch, WeightsApart
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Variant, members_of
@@ -42,6 +42,7 @@ from fusion_advisor.fuse.live.saved_plan import ReusablePlan, SavedPlan, gemm_ro
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
+from fusion_advisor.fuse.passes.pad_gemm import ODD_WIDTH_GEMM, PAD_GEMM
 from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, kept_passes
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
@@ -60,6 +61,7 @@ from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
 from fusion_advisor.workload.device import current_device, memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
+from fusion_advisor.workload.weight_packing import lies_laid_out
 
 
 def apply_plan(
@@ -81,6 +83,7 @@ def apply_plan(
 
     Raises:
         PlanMismatch: this model or this call gives another graph, another device, or a kernel's numbers no longer pass.
+        WeightsApart: its merged GEMMs need weights that lie together.
         ModelInTraining, AutocastAround: in which every call would run the original ops.
         CannotCapture: dynamo captured nothing.
     """
@@ -181,6 +184,7 @@ def put_together(
 
     Raises:
         PlanMismatch: the model gives another graph, or a kernel's numbers no longer pass.
+        WeightsApart: its merged GEMMs need weights that lie together.
     """
     reason = ""
     if may_start:
@@ -229,6 +233,7 @@ def _put_in(
     with clock.phase("install"):
         bench, plan, live = restored.bench, restored.plan, restored.live
         variant = restored.variant(saved)
+        require_room(loaded, saved, variant)
         has_graph = CUDA_GRAPH.id in saved.rewrites and bench.on_cuda
         fused = FusedModel(
             loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs,
@@ -238,6 +243,18 @@ def _put_in(
         fused.report, fused.traced_because = saved.report, restored.traced_because
         clock.progress.note(fused.started)
         return fused.apply()
+
+
+def require_room(loaded: LoadedWorkload, saved: SavedPlan, variant: Variant) -> None:
+    """Refuse a model whose weights have not the room that the plan's had: its GEMMs would silently be other ones.
+
+    Raises:
+        WeightsApart: fewer products were changed than in the plan's run.
+    """
+    for rewrite in (PAD_GEMM, ODD_WIDTH_GEMM):
+        row = saved.rewrites.get(rewrite.id)
+        if row is not None and variant.changed[rewrite.id] < row.sites and not lies_laid_out(loaded.model):
+            raise WeightsApart(run=saved.run_dir.name, title=rewrite.title)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +287,7 @@ def _restored(
     free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
     for rewrite in LAYOUT_CHANGES.values():
         if rewrite.id in saved.rewrites:
-            bench, fusions = _changed(bench, fusions, rewrite, saved, free_bytes=free_bytes)
+            bench, fusions = _changed(bench, fusions, rewrite, loaded, saved, free_bytes=free_bytes)
     placed: list[Placed] = []
     fast_math = False
     if GEMM_EPILOGUE.id in saved.rewrites:
@@ -300,8 +317,9 @@ def _restored(
 
 
 def _changed(
-    bench: Bench, fusions: list[PlannedFusion], rewrite: LayoutRewrite, saved: SavedPlan, *, free_bytes: int
-) -> tuple[Bench, list[PlannedFusion]]:
+    bench: Bench, fusions: list[PlannedFusion], rewrite: LayoutRewrite, loaded: LoadedWorkload, saved: SavedPlan, *,
+    free_bytes: int,
+) -> tuple[Bench, list[PlannedFusion]]:  # fmt: skip
     """Change the graphs as the plan did."""
     from fusion_advisor.fuse.decide.rebind import CannotMove  # with all that times a step
     from fusion_advisor.fuse.stages.try_layout_change import change_again
@@ -309,6 +327,8 @@ def _changed(
     try:
         return change_again(bench, fusions, rewrite, saved.rewrites[rewrite.id], free_bytes=free_bytes)
     except CannotMove as refusal:
+        if not lies_laid_out(loaded.model):
+            raise WeightsApart(run=saved.run_dir.name, title=rewrite.title) from refusal
         raise PlanMismatch(run=saved.run_dir.name, detail=str(refusal)) from refusal
 
 

@@ -144,7 +144,10 @@ def _why_not(group: _Group, values: Mapping[Node, Any], *, may_copy: bool) -> st
         tensors = [values[operand] for operand in operands]
         if tensors and not may_copy and not lie_together(tensors):
             held_bytes = sum(_bytes(values[operand]) for operand in (*group.operands(1), *group.operands(2)))
-            return f"its weights are not adjacent in memory, and a merged copy of {held_bytes:,} bytes needs --freeze"
+            return (
+                "its weights are not adjacent in memory: `fusion_advisor.lay_out_weights(model)` moves them together, "
+                f"and --freeze keeps a merged copy of {held_bytes:,} bytes"
+            )
     return None
 
 

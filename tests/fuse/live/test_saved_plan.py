@@ -5,16 +5,17 @@ from __future__ import annotations
 import gzip
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fusion_advisor
 from fusion_advisor.codegen.cpp.backend import _FAST_FLAGS, CppKernel, find_compiler
-from fusion_advisor.errors import AutocastAround, ModelInTraining, PlanMismatch, UnreadableReport
+from fusion_advisor.errors import AutocastAround, ModelInTraining, PlanMismatch, UnreadableReport, WeightsApart
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.graph_difference import first_difference
-from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.restore_plan import apply_plan, require_room
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.library.discover import scaffold
@@ -200,3 +201,15 @@ def test_the_first_difference_is_named():
     index, text = first_difference(gpt2, list(qwen2))
     assert text.startswith(f"op {index} ") and "the plan has" in text
     assert first_difference(gpt2, list(gpt2[:-1]))[1] == f"this graph has {len(gpt2) - 1} ops, the plan's has {len(gpt2)}"
+
+
+def test_a_plan_whose_products_had_room_after_their_weights_refuses_a_model_without(tmp_path):
+    rows = {name: SimpleNamespace(sites=2) for name in ("pad-gemm", "odd-width-gemm")}
+    saved = SimpleNamespace(rewrites=rows, run_dir=tmp_path / "run")
+    live = SimpleNamespace(model=torch.nn.Sequential(torch.nn.Linear(16, 13, dtype=torch.bfloat16)))
+    fewer, all_of_them = (SimpleNamespace(changed={"pad-gemm": 2, "odd-width-gemm": count}) for count in (1, 2))
+    require_room(live, saved, all_of_them)
+    with pytest.raises(WeightsApart, match="run `run` has odd-width GEMMs"):
+        require_room(live, saved, fewer)
+    assert fusion_advisor.lay_out_weights(live.model) == 2
+    require_room(live, saved, fewer)  # something else differs, and the ops have their own checks

@@ -90,7 +90,8 @@ def test_weights_that_lie_apart_are_copied_only_when_asked_for():
     refused = merged(model, X, is_laid_out=False)
     assert refused.changed == 0
     assert refused.refusals == [
-        "{q,k,v}: its weights are not adjacent in memory, and a merged copy of 10,560 bytes needs --freeze"
+        "{q,k,v}: its weights are not adjacent in memory: `fusion_advisor.lay_out_weights(model)` moves them together, "
+        "and --freeze keeps a merged copy of 10,560 bytes"
     ]
     copied = merged(model, X, is_laid_out=False, may_copy=True)
     assert (copied.changed, copied.held_bytes) == (1, (80 * 32 + 80) * 4)
@@ -246,7 +247,7 @@ def test_a_weight_that_was_exchanged_ends_the_merge_not_the_model():
 
 def merged_qwen2():
     model, inputs = qwen2()
-    assert lay_out_siblings(model) == 4
+    assert lay_out_siblings(model) == 16
     capture, live = profile_live(model, (), inputs)
     plan = make_plan(capture, patterns(), min_share=0.0)
     bench, built = bench_of(live, plan)
@@ -310,7 +311,7 @@ def test_siblings_are_laid_out_with_their_values_and_flags():
     model.k.weight.requires_grad_(False)
     model.k.weight.mark = "own"
     plain = copy.deepcopy(model)
-    assert lay_out_siblings(model) == 1
+    assert lay_out_siblings(model) == 6
     assert model.q.weight.data_ptr() + model.q.weight.numel() * 4 == model.k.weight.data_ptr()
     assert model.q.bias.data_ptr() + model.q.bias.numel() * 4 == model.k.bias.data_ptr()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from fusion_advisor.errors import PlanMismatch
+import fusion_advisor
+from fusion_advisor.errors import WeightsApart
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.live.restore_plan import apply_plan
@@ -40,7 +41,7 @@ def gated(*, is_laid_out=True, seed=0):
     torch.manual_seed(seed)
     model = Gated().eval()
     if is_laid_out:
-        assert lay_out_siblings(model) == 1
+        assert lay_out_siblings(model) == 2
     return describe_live(model, (torch.randn(2, 48, 64),))
 
 
@@ -127,8 +128,17 @@ def test_a_saved_plan_merges_again(quick):  # noqa: F811
 
 def test_a_saved_plan_is_refused_where_the_weights_lie_apart(quick):  # noqa: F811
     saved_run(gated(), quick, planted())
-    with pytest.raises(PlanMismatch, match="not adjacent"):
-        apply_plan(gated(is_laid_out=False), load_plan(quick.run_dir))
+    loaded, plan = gated(is_laid_out=False), load_plan(quick.run_dir)
+    with pytest.raises(WeightsApart, match="has merged GEMMs, for which weights must lie together in memory"):
+        apply_plan(loaded, plan)
+    before = loaded.model._call_impl(*loaded.args)
+    assert loaded.model.gate.weight.untyped_storage().nbytes() == loaded.model.gate.weight.nbytes
+    assert fusion_advisor.lay_out_weights(loaded.model) == 2
+    fused = fusion_advisor.apply(loaded.model, loaded.args, plan=plan)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(*loaded.args), before, rtol=1e-5, atol=1e-5)
+    assert fused.fallbacks == {}
+    fused.revert()
 
 
 def test_a_copied_model_merges_its_own_weights(quick):  # noqa: F811
@@ -148,7 +158,7 @@ def test_a_merged_step_on_a_gpu_gives_the_models_numbers(tmp_path):
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Gated() for _ in range(4))).eval().to("cuda", torch.bfloat16)
-    assert lay_out_siblings(model) == 4
+    assert lay_out_siblings(model) == 16
     instruments = Instruments(on_top=planted().on_top)
     loaded = describe_live(model, (torch.randn(2, 48, 64, device="cuda", dtype=torch.bfloat16),))
     run = apply_workload(loaded, ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path, compile=False), instruments=instruments)
