@@ -16,7 +16,8 @@ from fusion_advisor.codegen.cuda import launcher as cuda_launcher
 from fusion_advisor.codegen.cuda.nvrtc import find_nvcc
 from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
 from fusion_advisor.codegen.registry import backend
-from fusion_advisor.codegen.standalone import with_launcher
+from fusion_advisor.codegen.standalone import operand_layouts, with_launcher
+from fusion_advisor.records import TensorMeta
 from tests.kernel_cases import programs
 from tests.kernel_cases.cases import cases
 
@@ -175,3 +176,19 @@ def test_launch_macros_come_before_the_kernels_own():
     text = cuda_launcher.with_launcher(rendered, program, shared=shared_memory_of(90))
     assert text.index("#define THREADS") < text.index("#ifndef THREADS")
     assert "cudaFuncAttributeMaxDynamicSharedMemorySize" in text
+
+
+def test_outputs_in_tensors_that_a_call_is_given_have_no_layout_of_their_own():
+    metas = [TensorMeta(shape=(n,), stride=(1,), dtype="float32", offset=0, device="cpu") for n in range(1, 6)]
+    a, b, cache, made, written = metas
+    assert operand_layouts([a, b], [made], []) == [a, b, made]
+    assert operand_layouts([a, b, cache], [made, written], [1]) == [a, b, made, None]
+    assert operand_layouts([a, cache, b], [written, made, written], [0, 2]) == [a, None, made, None]
+
+
+@pytest.mark.parametrize("name", ["cpp", "triton"])
+def test_there_is_a_layout_for_each_operand(name):
+    program = next(iter(cases().values()))
+    rendered = backend(name).render(program, HEADER, tuning=Tuning(), fast_math=False)
+    with pytest.raises(ValueError, match=f"layouts for the {len(program.operands)} operands of {rendered.entry}"):
+        with_launcher(rendered, program, tensors=[None] * (len(program.operands) + 1))

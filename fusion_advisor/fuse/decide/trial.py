@@ -18,14 +18,14 @@ from fusion_advisor.capture.graph.fx_nodes import source_path
 from fusion_advisor.capture.unchanged_step import named_range
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.registry import backend as backend_named
-from fusion_advisor.codegen.standalone import with_launcher
+from fusion_advisor.codegen.standalone import operand_layouts, with_launcher
 from fusion_advisor.fuse.decide.alone import why_implausible
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
-from fusion_advisor.records import Fusion, Numerics, Receipt, RenderedKernel, Status, TensorMeta, Timing, Tolerance
+from fusion_advisor.records import Fusion, Numerics, Receipt, RenderedKernel, Status, Timing, Tolerance
 from fusion_advisor.timing.interleaving import compare_alone
 from fusion_advisor.timing.kernel_timer import cache_bytes
 from fusion_advisor.verify import check_chain
@@ -170,7 +170,8 @@ def _made(
         ahead=ahead,
     )
     rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
-    layouts = _operand_layouts(bench, planned, roots, chain.in_place)
+    made = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
+    layouts = operand_layouts(list(map(check_chain.layout_of, roots)), made, chain.in_place)
     rendered = with_launcher(rendered, planned.program, tensors=layouts, fast_math=fast_math)
     path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
     started = time.perf_counter_ns()
@@ -188,17 +189,6 @@ def _made(
         fast_math=fast_math,
     )
     return _Made(kernel=kernel, built=built, launch=launch)
-
-
-def _operand_layouts(
-    bench: Bench, planned: PlannedFusion, roots: Sequence[torch.Tensor], in_place: Sequence[int]
-) -> list[TensorMeta | None]:
-    """The layouts of a kernel's operands at its first site; outputs that lie in other tensors have none of their own."""
-    count = sum(not operand.is_output for operand in planned.program.operands)
-    outputs = [
-        None if position in in_place else bench.ops[index].outputs[0] for position, index in enumerate(planned.sites[0].outputs)
-    ]
-    return [*map(check_chain.layout_of, roots[:count]), *outputs]
 
 
 def _timed(

@@ -67,7 +67,7 @@ def tried_points(ranges: Sequence[SizeRange]) -> list[tuple[int, ...]]:
 
 def for_all_sizes(
     fusion: BuiltFusion, ends: Sequence[tuple[str, Program]], between: Sequence[Program], tried: Iterator[Program],
-    layouts: Sequence[TensorMeta], kernels: OpenKernels,
+    layouts: Sequence[TensorMeta | None], kernels: OpenKernels,
 ) -> tuple[RenderedKernel, BuiltKernel]:  # fmt: skip
     """Return a kernel that serves every size of a piece: the fusion's own where that does.
 
@@ -76,7 +76,7 @@ def for_all_sizes(
         ends: the corners of the piece: the sizes in words, and the program there.
         between: the program at other sizes, at least one; the kernel's file shows the first.
         tried: the program wherever it may take other machine code.
-        layouts: of the operands at the first of ``between``.
+        layouts: of the operands at the first of ``between``; None for an output that lies in a tensor that is given.
         kernels: of the piece.
 
     Raises:

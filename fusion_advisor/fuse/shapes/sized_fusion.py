@@ -19,6 +19,7 @@ from fusion_advisor.capture.graph.op_records import SizeNumbers, describe, tenso
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of, dim_size
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed
+from fusion_advisor.codegen.standalone import operand_layouts
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.passes.registry import PASSES, size_bound
 from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, LayoutChanged, SiteRewrite, fused_call, rewrite_region
@@ -47,6 +48,7 @@ class Workpiece:
 
     Attributes:
         names: of the dims that are open, in the order of sizes everywhere below.
+        points: sizes at which chains are lowered: primes, where there are some.
         captured: the graph before its layouts were changed: what it computes is compared with that.
     """
 
@@ -71,19 +73,14 @@ class Workpiece:
         self.places = {name: self.index_of[places[name]] for name in self.names}
         """By name the op index of the graph input that the size comes in."""
         ranges = {one.name: (one.least, one.most) for one in piece.box if one.name in self.names}
-        self._points = [tuple(point.values()) for point in points_for(ranges)]
+        self.points = [tuple(point.values()) for point in points_for(ranges)]
         self._leaves: dict[Any, int] = {}
-        first = self.opened.symbols(self.sizes(self._points[0]))
+        first = self.opened.symbols(self.sizes(self.points[0]))
         self._tracked = describe(self.opened.region, symbols=first, leaves=self._leaves)[0]
         self._records: dict[Point, list[OpNode]] = {}
         self._programs: dict[Any, SizedProgram] = {}
         self._at: tuple[Point, SizeNumbers, tuple[int, ...]] | None = None
         self.kernels = OpenKernels(ahead=ahead)
-
-    @property
-    def points(self) -> Sequence[Point]:
-        """Sizes at which chains are lowered: primes, where there are some."""
-        return self._points
 
     @functools.cached_property
     def by_one_size(self) -> frozenset[str]:
@@ -94,7 +91,7 @@ class Workpiece:
     @property
     def first_point(self) -> Point:
         """The sizes at which chains are lowered first."""
-        return self._points[0]
+        return self.points[0]
 
     def sizes(self, point: Point) -> Sizes:
         """Return the size of every dim."""
@@ -131,6 +128,11 @@ class Workpiece:
         """Return the layouts of some ops' results at some sizes."""
         number, _ = self._numbers(point)
         return [tensor_metas(self._nodes[index], number)[0] for index in indices]
+
+    def operands(self, site: Lowered, point: Point) -> tuple[list[TensorMeta], list[TensorMeta], list[int]]:
+        """Return the layouts of what a site's kernel is given and makes, and which outputs lie in the last ones given."""
+        in_place = [position for position, index in enumerate(site.outputs) if self.ops[index].mutates]
+        return self.metas(site.given, point), self.metas(site.outputs, point), in_place
 
     def layout_of(self, indices: Sequence[int]) -> tuple[Any, ...]:
         """Return what is equal for ops whose results have one layout at all sizes."""
@@ -186,18 +188,17 @@ class Workpiece:
             NoOneProgram: it is another program at some sizes, or one that reads other tensors: of open sizes a reshape may copy
                 what it shows at each of them.
         """
-        outputs = site.outputs
-        key = (tuple(members), tuple(outputs), tuple(site.given))
+        key = (tuple(members), tuple(site.outputs), tuple(site.given))
         if key not in self._programs:
             where = "the sizes it was lowered at"
             try:
-                tracked = lower(self._tracked, members, outputs, is_exact=model.is_exact)
+                tracked = lower(self._tracked, members, site.outputs, is_exact=model.is_exact)
                 if tracked.given != site.given:
                     raise NoOneProgram("with open sizes it reads other tensors than at the sizes where it was checked")
                 found = sized_program(tracked.program)
-                for point in self._points[1:]:
+                for point in self.points[1:]:
                     where = ", ".join(f"{name}={size}" for name, size in zip(self.names, point, strict=True))
-                    lowered = lower(self.records(point), members, outputs, is_exact=model.is_exact).program
+                    lowered = lower(self.records(point), members, site.outputs, is_exact=model.is_exact).program
                     require_same(found, lowered, self.leaves(point), where)
             except CannotLower as error:
                 raise NoOneProgram(f"at {where}: {error.reason}") from error
@@ -287,8 +288,8 @@ def _bound(
     except (NoOneProgram, KernelBuildFailed) as error:
         where = ", ".join(f"{dim}={size}" for dim, size in zip(names, sizes, strict=True))
         raise LayoutChanged(f"{name} at {where}: {error}") from error
-    in_place = [position for position, index in enumerate(lowered.outputs) if work.ops[index].mutates]
-    return fused_call(name, launch, work.metas(lowered.given, point), work.metas(lowered.outputs, point), in_place=in_place)
+    given, made, in_place = work.operands(lowered, point)
+    return fused_call(name, launch, given, made, in_place=in_place)
 
 
 def _kernel_for_all_sizes(fusion: BuiltFusion, program: SizedProgram, work: Workpiece) -> tuple[RenderedKernel, BuiltKernel]:
@@ -302,11 +303,11 @@ def _kernel_for_all_sizes(fusion: BuiltFusion, program: SizedProgram, work: Work
         return program.at(work.leaves(point))
 
     ranges = [one for one in work.piece.box if one.name in work.names]
-    ends = list(itertools.product(*((one.least, one.most) for one in ranges)))
-    first = fusion.planned.sites[0]
+    ends = itertools.product(*((one.least, one.most) for one in ranges))
     return for_all_sizes(
         fusion, [(str(point), at(point)) for point in ends], [at(point) for point in work.points],
-        programs_at(tried_points(ranges), at), work.metas((*first.given, *first.outputs), work.first_point), work.kernels,
+        programs_at(tried_points(ranges), at),
+        operand_layouts(*work.operands(fusion.planned.sites[0], work.first_point)), work.kernels,
     )  # fmt: skip
 
 
