@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +23,28 @@ def storage_reference(tensor: torch.Tensor, freed: Callable[[Any], object]) -> w
     go of the old one although the tensor lives on.
     """
     return weakref.ref(tensor.untyped_storage(), freed)
+
+
+_WORD = 8
+_IMPL_WORDS = 24
+"""Of torch's 200 bytes for a tensor."""
+
+
+def dtype_place(tensor: torch.Tensor) -> int | None:
+    """Return the address of the word in which a tensor keeps its dtype, beside its device; None where it is not known."""
+    word = _dtype_word()
+    return None if word is None else int(tensor._cdata) + word * _WORD
+
+
+@functools.cache
+def _dtype_word() -> int | None:
+    """Find the one word that another dtype of the same size changes."""
+    tensor = torch.zeros(2, dtype=torch.float32, device="cpu")
+    words = (ctypes.c_uint64 * _IMPL_WORDS).from_address(int(tensor._cdata))
+    before = list(words)
+    tensor.data = tensor.view(torch.int32)
+    changed = [place for place, (now, then) in enumerate(zip(words, before, strict=True)) if now != then]
+    return changed[0] if len(changed) == 1 else None
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:

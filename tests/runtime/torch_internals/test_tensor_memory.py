@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 
@@ -16,6 +17,21 @@ def test_storage_key_is_shared_by_views_alone(make):
     tensor = make(torch.randn(4, 4))
     assert tensor_memory.storage_key(tensor) == tensor_memory.storage_key(tensor[1:].view(-1))
     assert tensor_memory.storage_key(tensor) != tensor_memory.storage_key(tensor.clone())
+
+
+@pytest.mark.parametrize("make", [torch.ones, lambda *sizes: torch.nn.Parameter(torch.ones(*sizes))])
+def test_another_dtype_changes_the_word_and_numbers_leave_it(make):
+    tensor = make(2, 3)
+    place = tensor_memory.dtype_place(tensor)
+    assert place is not None
+    word = ctypes.c_uint64.from_address(place)
+    before = word.value
+    tensor.data.mul_(2)
+    tensor.data = torch.zeros(4, 5)
+    assert word.value == before
+    for other in (torch.bfloat16, torch.float64, torch.int32):
+        tensor.requires_grad_(False).data = torch.zeros(4, 5, dtype=other)
+        assert word.value != before
 
 
 def test_addresses_are_those_of_the_same_tensors_only():
