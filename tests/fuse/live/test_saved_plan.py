@@ -18,7 +18,7 @@ from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.library.discover import scaffold
-from fusion_advisor.records import Status, Tolerance
+from fusion_advisor.records import OpClass, OpNode, Status, Tolerance
 from fusion_advisor.records.serialize import dump_capture, dump_report
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import Model, keep_all, keep_none, loaded, pytestmark, quick, verdicts  # noqa: F401
@@ -200,3 +200,12 @@ def test_the_first_difference_is_named():
     index, text = first_difference(gpt2, list(qwen2))
     assert text.startswith(f"op {index} ") and "the plan has" in text
     assert first_difference(gpt2, list(gpt2[:-1]))[1] == f"this graph has {len(gpt2) - 1} ops, the plan's has {len(gpt2)}"
+
+
+def test_a_mask_of_nan_is_the_same_mask():
+    masks = [
+        OpNode(index=0, region=0, target="aten.masked_fill.Scalar", op_class=OpClass.POINTWISE, args=(float(fill),))
+        for fill in ("nan", "nan", "inf")
+    ]
+    assert first_difference((masks[0],), [masks[1]]) is None
+    assert first_difference((masks[0],), [masks[2]]) is not None
