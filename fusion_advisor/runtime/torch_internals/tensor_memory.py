@@ -30,21 +30,25 @@ _IMPL_WORDS = 24
 """Of torch's 200 bytes for a tensor."""
 
 
-def dtype_place(tensor: torch.Tensor) -> int | None:
-    """Return the address of the word in which a tensor keeps its dtype, beside its device; None where it is not known."""
-    word = _dtype_word()
-    return None if word is None else int(tensor._cdata) + word * _WORD
+def layout_places(tensor: torch.Tensor) -> list[int]:
+    """Return the addresses of the words in which a tensor keeps its dtype and its first four sizes; empty where they are not known."""
+    return [int(tensor._cdata) + word * _WORD for word in _layout_words()]
 
 
 @functools.cache
-def _dtype_word() -> int | None:
-    """Find the one word that another dtype of the same size changes."""
-    tensor = torch.zeros(2, dtype=torch.float32, device="cpu")
+def _layout_words() -> tuple[int, ...]:
+    """Find the words that another dtype of the same size changes, and those that other sizes with the same strides do."""
+    tensor = torch.zeros(2, 3, 4, 5, dtype=torch.float32, device="cpu")
     words = (ctypes.c_uint64 * _IMPL_WORDS).from_address(int(tensor._cdata))
-    before = list(words)
-    tensor.data = tensor.view(torch.int32)
-    changed = [place for place, (now, then) in enumerate(zip(words, before, strict=True)) if now != then]
-    return changed[0] if len(changed) == 1 else None
+    found: set[int] = set()
+    for other, least in ((tensor.view(torch.int32), 1), (tensor[:1, :2, :3, :4], 5)):  # four sizes and their product
+        before = list(words)
+        tensor.data = other
+        changed = {place for place, (now, then) in enumerate(zip(words, before, strict=True)) if now != then}
+        if not least <= len(changed) <= least + 1:
+            return ()
+        found |= changed
+    return tuple(sorted(found))
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,18 +20,18 @@ def test_storage_key_is_shared_by_views_alone(make):
 
 
 @pytest.mark.parametrize("make", [torch.ones, lambda *sizes: torch.nn.Parameter(torch.ones(*sizes))])
-def test_another_dtype_changes_the_word_and_numbers_leave_it(make):
-    tensor = make(2, 3)
-    place = tensor_memory.dtype_place(tensor)
-    assert place is not None
-    word = ctypes.c_uint64.from_address(place)
-    before = word.value
+def test_another_dtype_or_shape_changes_the_words_and_numbers_leave_them(make):
+    tensor = make(2, 3, 4, 5)
+    words = [ctypes.c_uint64.from_address(place) for place in tensor_memory.layout_places(tensor)]
+    assert len(words) >= 6
+    before = [word.value for word in words]
     tensor.data.mul_(2)
-    tensor.data = torch.zeros(4, 5)
-    assert word.value == before
-    for other in (torch.bfloat16, torch.float64, torch.int32):
-        tensor.requires_grad_(False).data = torch.zeros(4, 5, dtype=other)
-        assert word.value != before
+    tensor.data = torch.zeros(2, 3, 4, 5)
+    assert [word.value for word in words] == before
+    others = [torch.zeros(2, 3, 4, 5, dtype=other) for other in (torch.bfloat16, torch.float64)]
+    for other in (*others, torch.zeros(3, 2, 4, 5), torch.zeros(2, 3, 5, 4), torch.zeros(1, 3, 4, 5), torch.zeros(120)):
+        tensor.data = other
+        assert [word.value for word in words] != before
 
 
 def test_addresses_are_those_of_the_same_tensors_only():
