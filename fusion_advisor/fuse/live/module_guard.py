@@ -1,4 +1,4 @@
-"""Compares before each call what dynamo does not guard of a captured module: hooks, submodules, dropouts, code, dtypes …"""
+"""Compares before each call what dynamo does not guard of a captured module: hooks, submodules, dropouts, code, layouts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _IMPL_WORDS = 24
 
 
 def layout_places(tensor: torch.Tensor) -> list[int]:
-    """Return the addresses of the words in which a tensor keeps its dtype and its first four sizes; empty where they are not known."""
+    """Return the addresses of the words that hold a tensor's dtype and first four sizes; empty where they are not known."""
     return [int(tensor._cdata) + word * _WORD for word in _layout_words()]
 
 
