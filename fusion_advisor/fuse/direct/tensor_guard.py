@@ -2,7 +2,7 @@
 
 ``model.half()`` gives each parameter other memory and leaves the parameter itself in its place; so does ``weight.data = rows``.
 The code of a model may read the dtype (``x.to(self.weight.dtype)``) or the shape, so that the graph is another one. Dynamo of
-torch 2.11 asks nothing of a parameter that is still in the same dict, and neither does :mod:`fusion_advisor.fuse.direct.unchanged`.
+torch 2.11 asks nothing of a parameter that is still in the same dict; neither does :mod:`fusion_advisor.fuse.direct.unchanged`.
 """
 
 from __future__ import annotations
