@@ -25,6 +25,8 @@ class AdvisorError(Exception):
     def __init__(self, **facts: object) -> None:
         self.facts = facts
         super().__init__(self.message.format(**facts))
+        for line in filter(None, (self.note_text, self.hint_text)):
+            self.add_note(line)  # Python's own traceback ends with them; the command line prints its own view
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the facts: an error of a worker process is raised again in this one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import traceback
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,8 @@ def test_the_first_digit_of_a_code_is_its_module_and_codes_are_in_order(module):
 def test_an_error_of_a_worker_process_keeps_its_class_and_its_facts():
     error = pickle.loads(pickle.dumps(errors.NoCapture(path="a/b")))
     assert type(error) is errors.NoCapture and error.facts == {"path": "a/b"} and str(error) == "there is no `a/b`"
+
+
+def test_a_traceback_ends_with_the_note_and_the_hint():
+    lines = traceback.format_exception(errors.UsageError(detail="the call has no tensor `x`", help="it has args.0"))
+    assert lines[-1].strip() == "it has args.0"

@@ -11,8 +11,8 @@ A node cannot fail where the same objects are reached as when it held, and what 
 Where :mod:`fusion_advisor.fuse.direct.words` can, all but the last are compared in one compiled loop; else one by one in Python.
 
 A node whose value can change in a way that is not compared (an attribute that a ``__getattr__`` of the model's makes) stays with
-dynamo. A parameter that is still in the same dict is not asked for its sizes: dynamo does not ask either
-(``skip_tensor_guards_with_matching_dict_tags``).
+dynamo. A parameter that is still in the same dict is not asked for its sizes: dynamo of torch 2.11 does not ask either
+(``skip_tensor_guards_with_matching_dict_tags``). It is compared by :mod:`fusion_advisor.fuse.direct.tensor_guard`.
 """
 
 from __future__ import annotations

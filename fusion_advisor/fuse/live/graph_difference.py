@@ -18,8 +18,7 @@ def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> tuple[int
         The op's index and a sentence.
     """
     for old, new in zip(before, now, strict=False):
-        same = (old.target, old.args, old.kwargs, old.alias_of) == (new.target, new.args, new.kwargs, new.alias_of)
-        if not same or _layouts(before, old) != _layouts(now, new):
+        if not _calls_alike(old, new) or _layouts(before, old) != _layouts(now, new):
             what = [_shown(old), _shown(new)]
             if what[0] == what[1]:
                 what = [f"{op.target}{op.args} {dict(op.kwargs) or ''}".rstrip() for op in (old, new)]
@@ -27,6 +26,11 @@ def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> tuple[int
     if len(before) != len(now):
         return min(len(before), len(now)) - 1, f"this graph has {len(now)} ops, the plan's has {len(before)}"
     return None
+
+
+def _calls_alike(old: OpNode, new: OpNode) -> bool:
+    calls = [(op.target, op.args, op.kwargs, op.alias_of) for op in (old, new)]
+    return calls[0] == calls[1] or repr(calls[0]) == repr(calls[1])  # NaN is not equal to itself
 
 
 def _shown(op: OpNode) -> str:

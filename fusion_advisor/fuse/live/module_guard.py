@@ -1,4 +1,4 @@
-"""Compares before each call what dynamo does not guard of a captured module: hooks, submodules, dropouts, code."""
+"""Compares before each call what dynamo does not guard of a captured module: hooks, submodules, dropouts, code, layouts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from fusion_advisor.errors import AutocastAround, ModelInTraining
 from fusion_advisor.fuse.direct import words
 from fusion_advisor.fuse.direct.code_guard import WatchedCode
+from fusion_advisor.fuse.direct.tensor_guard import WatchedTensors
 from fusion_advisor.fuse.direct.words import Words
 from fusion_advisor.runtime.output_hooks import collectors_of, is_collecting
 from fusion_advisor.runtime.torch_internals import dispatcher, module_call
@@ -35,6 +36,7 @@ class ModuleGuard:
         self._words: Words | None = None
         """Hold what they held when every check last came out as unchanged."""
         self._may_read = True
+        self._tensors = WatchedTensors(model)
         self._collectors: list[Any] = []
         """Say whether hooks of transformers, which came after the verification, do anything."""
         self._look_at_parts()
@@ -66,6 +68,9 @@ class ModuleGuard:
 
     def change(self) -> str | None:
         """Name what changed since the graphs were verified, or None."""
+        return self._change_of_parts() or self._tensors.change()
+
+    def _change_of_parts(self) -> str | None:
         if self._words is not None:
             if self._words.are_same():
                 return _HOOK if self._collectors and is_collecting(self._collectors) else None
@@ -92,6 +97,7 @@ class ModuleGuard:
         # Qwen2.5-7B's 371 modules of 11 classes take 7 µs.
         if any(self._no_parts) or self._parts != self._parts_then:
             self._look_at_parts()
+            self._tensors.look_at_parts()
             tables = set(map(id, self._hook_tables()))
             self._words = None  # they are of the parts that were there
             if any(id(table) not in tables for table, _ in self._hooks):

@@ -240,7 +240,8 @@ class UntracedCall:
         first = code.co_varnames[: min(code.co_argcount, 1)]
         for node, value in roots(tree, variables, space):
             if node.source == f"L['{frame.rest}']":
-                yield from ((below, frame.owner[0]) for _, text, below in node.below if frame.owner and text == "0")
+                is_owners = bool(frame.owner) and not code.co_argcount  # else the module has a name of its own
+                yield from ((below, frame.owner[0]) for _, text, below in node.below if is_owners and text == "0")
             elif not node.source or node.source[3:-2] in (*first, *frame.cells):
                 yield node, value
 

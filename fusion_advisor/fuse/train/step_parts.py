@@ -139,6 +139,8 @@ def why_no_optimizer(trained: Sequence[torch.Tensor], copies: int, *, on_cuda: b
         copies: how many times their bytes it takes.
         on_cuda: whether they are on a GPU.
     """
+    if not trained:
+        return "the step trains no parameter: its gradients are those of its inputs"
     if any(type(one.data) is not torch.Tensor for one in trained):
         return "a parameter is of a tensor class that only an optimizer of the program itself may write"
     if not all(one.is_floating_point() for one in trained):

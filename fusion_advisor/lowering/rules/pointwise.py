@@ -177,12 +177,9 @@ def _masked_fill(lowering: Lowering, op: OpNode, where: Index) -> int:
 def _addcmul(lowering: Lowering, op: OpNode, where: Index) -> int:
     scale = dict(op.kwargs).get("value", 1)
     left, right = lowering.argument(op, 1, where), lowering.argument(op, 2, where)
-    if lowering.is_exact and scale != 1:  # eager multiplies in this order
-        left, scale = lowering.make("mul", lowering.element(scale, where, op), left), 1
-    product = lowering.make("mul", left, right)
-    if scale != 1:
-        product = lowering.make("mul", product, lowering.element(scale, where, op))
-    return lowering.make("add", lowering.argument(op, 0, where), product)
+    if scale != 1:  # eager's order on a CPU: the product alone may overflow where a small scale keeps it finite
+        left = lowering.make("mul", lowering.element(scale, where, op), left)
+    return lowering.make("add", lowering.argument(op, 0, where), lowering.make("mul", left, right))
 
 
 def _clamp_side(name: str) -> Rule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +23,32 @@ def storage_reference(tensor: torch.Tensor, freed: Callable[[Any], object]) -> w
     go of the old one although the tensor lives on.
     """
     return weakref.ref(tensor.untyped_storage(), freed)
+
+
+_WORD = 8
+_IMPL_WORDS = 24
+"""Of torch's 200 bytes for a tensor."""
+
+
+def layout_places(tensor: torch.Tensor) -> list[int]:
+    """Return the addresses of the words that hold a tensor's dtype and first four sizes; empty where they are not known."""
+    return [int(tensor._cdata) + word * _WORD for word in _layout_words()]
+
+
+@functools.cache
+def _layout_words() -> tuple[int, ...]:
+    """Find the words that another dtype of the same size changes, and those that other sizes with the same strides do."""
+    tensor = torch.zeros(2, 3, 4, 5, dtype=torch.float32, device="cpu")
+    words = (ctypes.c_uint64 * _IMPL_WORDS).from_address(int(tensor._cdata))
+    found: set[int] = set()
+    for other, least in ((tensor.view(torch.int32), 1), (tensor[:1, :2, :3, :4], 5)):  # four sizes and their product
+        before = list(words)
+        tensor.data = other
+        changed = {place for place, (now, then) in enumerate(zip(words, before, strict=True)) if now != then}
+        if not least <= len(changed) <= least + 1:
+            return ()
+        found |= changed
+    return tuple(sorted(found))
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:

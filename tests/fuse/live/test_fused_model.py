@@ -249,6 +249,19 @@ def test_new_weights_are_used(x):
     assert fused.fallbacks == {}
 
 
+def test_a_model_in_another_dtype_runs_the_original_until_it_is_back(fused, x):
+    """Its code may read the dtype of a weight, which keeps its place in the module: the graph would be another one."""
+    with torch.no_grad(), fused:
+        assert is_fused(fused.model, x)
+        fused.model.double()
+        with pytest.warns(UserWarning, match="is float64.*, and was float32"):
+            assert torch.equal(fused.model(x.double()), fused._original(x.double()))
+        with pytest.raises(RuntimeError):  # as without fusions
+            fused.model(x)
+        fused.model.float()
+        assert is_fused(fused.model, x)
+
+
 def test_replaced_submodules_run_the_original(fused, x):
     model = fused.model
     with fused:

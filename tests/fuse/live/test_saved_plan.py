@@ -19,7 +19,7 @@ from fusion_advisor.fuse.live.restore_plan import apply_plan, require_room
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.library.discover import scaffold
-from fusion_advisor.records import Status, Tolerance
+from fusion_advisor.records import OpClass, OpNode, Status, Tolerance
 from fusion_advisor.records.serialize import dump_capture, dump_report
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import Model, keep_all, keep_none, loaded, pytestmark, quick, verdicts  # noqa: F401
@@ -213,3 +213,12 @@ def test_a_plan_whose_products_had_room_after_their_weights_refuses_a_model_with
         require_room(live, saved, fewer)
     assert fusion_advisor.lay_out_weights(live.model) == 2
     require_room(live, saved, fewer)  # something else differs, and the ops have their own checks
+
+
+def test_a_mask_of_nan_is_the_same_mask():
+    masks = [
+        OpNode(index=0, region=0, target="aten.masked_fill.Scalar", op_class=OpClass.POINTWISE, args=(float(fill),))
+        for fill in ("nan", "nan", "inf")
+    ]
+    assert first_difference((masks[0],), [masks[1]]) is None
+    assert first_difference((masks[0],), [masks[2]]) is not None

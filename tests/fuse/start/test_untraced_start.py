@@ -245,6 +245,24 @@ def test_odd_inputs_and_outputs_are_the_models_own(tmp_path):
                 torch.testing.assert_close(found[0].first, eager[0].first, rtol=1e-4, atol=1e-5)
 
 
+class Passes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(64, 64)
+
+    def forward(self, *tensors):
+        return torch.nn.functional.gelu(self.lin(tensors[0])) * tensors[1]
+
+
+def test_tensors_of_a_star_argument_are_the_calls_own(tmp_path):
+    inputs = torch.randn(2, 48, 64), torch.rand(64)
+    assert run_of(describe_live(Passes().eval(), inputs), options_in(tmp_path / "run")) == ""
+    loaded, before = describe_live(Passes().eval(), inputs), frames()
+    with torch.no_grad(), put_in(loaded, tmp_path / "run") as fused:
+        torch.testing.assert_close(loaded.model(*inputs), loaded.model._call_impl(*inputs), rtol=1e-4, atol=1e-5)
+        assert fused.traced_because == "" and fused.fallbacks == {} and frames() == before
+
+
 def test_a_stored_graph_is_what_runs(folder, tmp_path):
     """Fails where the stored graph is read and then ignored: a constant in it is seen in the results' first check."""
     shutil.copytree(folder, tmp_path / "run")

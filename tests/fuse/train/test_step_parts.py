@@ -27,3 +27,8 @@ def test_all_ways_are_timed_and_no_parameter_changes(how):
 def test_complex_parameters_end_no_run(how):
     parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, dtype=torch.cfloat))]
     assert time_optimizers(parameters, how) == ((), "a parameter is complex: fused AdamW takes floating-point ones alone")
+
+
+def test_a_step_that_trains_no_parameter_has_no_optimizer(how):
+    frozen = [torch.nn.Parameter(torch.ones(2), requires_grad=False)]
+    assert time_optimizers(frozen, how) == ((), "the step trains no parameter: its gradients are those of its inputs")

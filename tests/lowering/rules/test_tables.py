@@ -99,6 +99,13 @@ BINARY = {
     "addcmul": lambda x, y: torch.addcmul(x, y, y, value=0.5), "addcmul_plain": lambda x, y: torch.addcmul(x, y, x),
     "clamp_tensor": lambda x, y: torch.clamp(x, min=y), "where_scalar": lambda x, y: torch.where(x > y, x, 0.5) + y,
 }  # fmt: skip
+
+
+def test_a_small_scale_keeps_a_product_finite_that_overflows_alone():
+    large = torch.tensor([2e154, -2e154, 1.0], dtype=torch.float64)
+    check(lambda x, y: torch.addcmul(x, y, y, value=0.1), torch.zeros(3, dtype=torch.float64), large)
+
+
 PAIRS = [
     ((3, 5), (3, 5)),
     ((3, 5), (5,)),

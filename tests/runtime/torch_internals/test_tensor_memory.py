@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 
@@ -16,6 +17,21 @@ def test_storage_key_is_shared_by_views_alone(make):
     tensor = make(torch.randn(4, 4))
     assert tensor_memory.storage_key(tensor) == tensor_memory.storage_key(tensor[1:].view(-1))
     assert tensor_memory.storage_key(tensor) != tensor_memory.storage_key(tensor.clone())
+
+
+@pytest.mark.parametrize("make", [torch.ones, lambda *sizes: torch.nn.Parameter(torch.ones(*sizes))])
+def test_another_dtype_or_shape_changes_the_words_and_numbers_leave_them(make):
+    tensor = make(2, 3, 4, 5)
+    words = [ctypes.c_uint64.from_address(place) for place in tensor_memory.layout_places(tensor)]
+    assert len(words) >= 6
+    before = [word.value for word in words]
+    tensor.data.mul_(2)
+    tensor.data = torch.zeros(2, 3, 4, 5)
+    assert [word.value for word in words] == before
+    others = [torch.zeros(2, 3, 4, 5, dtype=other) for other in (torch.bfloat16, torch.float64)]
+    for other in (*others, torch.zeros(3, 2, 4, 5), torch.zeros(2, 3, 5, 4), torch.zeros(1, 3, 4, 5), torch.zeros(120)):
+        tensor.data = other
+        assert [word.value for word in words] != before
 
 
 def test_addresses_are_those_of_the_same_tensors_only():
