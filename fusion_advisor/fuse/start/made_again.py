@@ -25,7 +25,7 @@ from fusion_advisor.fuse.start.graph_text import decode_graph
 from fusion_advisor.fuse.start.guard_tree import Differs, pattern
 from fusion_advisor.fuse.start.open_call import Source, sizes_from
 from fusion_advisor.fuse.start.outputs import Make, form_of, furthest, maker, without_places
-from fusion_advisor.fuse.start.record import has_hooks, versions
+from fusion_advisor.fuse.start.record import has_hooks, lasting_change, versions
 from fusion_advisor.fuse.start.tree_text import decode_tree
 from fusion_advisor.fuse.start.untraced_call import Traced, UntracedCall, tensor_of
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, module_call
@@ -124,8 +124,9 @@ def call_again(
         outputs[:] = [original(*args, **kwargs)]
 
     written = written_by(call, model, args, kwargs, model_id=model_id)
-    if written.attributes or written.modules or written.contents or written.made:
-        raise Differs("the call sets attributes of the model or of what it is given")
+    changed = lasting_change(written)
+    if changed:
+        raise Differs(changed)
     code = find(row["code"])
     _compare_attributes(row["attributes"], attributes(WatchedCode(model, code)))
     frame = frame_of(model)

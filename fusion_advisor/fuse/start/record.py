@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fusion_advisor.capture.graph.fx_nodes import code_digests
+from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.errors import UnreadableReport
@@ -208,10 +209,25 @@ def _call_of(
 def _only_region(live: LiveCapture) -> Region:
     if live.compiled is None or not live.is_whole():
         raise CannotDescribe("the call is not one graph")
-    written = live.written
-    if written.attributes or written.modules or written.contents or written.made:
-        raise CannotDescribe("the call sets attributes of the model or of what it is given")
+    changed = lasting_change(live.written)
+    if changed:
+        raise CannotDescribe(changed)
     return live.regions[0]
+
+
+def lasting_change(written: Written) -> str:
+    """Say what a call changes in Python that outlives it; empty where it writes to tensors alone.
+
+    Args:
+        written: by the call.
+    """
+    for owner, name, _ in written.attributes:
+        return f"the call sets `{name}` of the {type(owner).__name__} that it is given"
+    for _, name, _ in written.modules:
+        return f"the call sets `{name}` of the model"
+    if written.contents:
+        return "the call changes a list, a dict or a set of the model"
+    return f"the call puts another tensor in place of `{written.made[0]}`" if written.made else ""
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
