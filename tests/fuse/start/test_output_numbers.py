@@ -12,11 +12,15 @@ import torch
 
 import fusion_advisor as fa
 from fusion_advisor.capture.sizes.open_capture import capture_open
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
+from fusion_advisor.fuse.restore_shapes import restore_shapes
 from fusion_advisor.fuse.start.record import piece_of
 from fusion_advisor.records import SizeRange
 from fusion_advisor.workload.load import describe_live
 from tests.fuse import test_pipeline
+from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.start.saved import assert_no_frame, edit, frames
 from tests.fuse.start.test_ranges import put_in
 from tests.tiny import Calling
@@ -66,8 +70,11 @@ def assert_equal(found, expected):
     assert type(found[1]) is type(found[3][0]) is int
 
 
+SIZES = ((2, 2), (4, 6), (4, 7), (6, 4), (9, 12), (2, 12), (9, 2), (3, 5))
+
+
 def assert_right(loaded):
-    for rows, length in ((2, 2), (4, 6), (4, 7), (6, 4), (9, 12), (2, 12), (9, 2), (3, 5)):
+    for rows, length in SIZES:
         x = torch.randn(rows, length, 64)
         assert_equal(loaded.model(x), loaded.model._call_impl(x))
 
@@ -77,6 +84,18 @@ def test_numbers_that_follow_from_sizes_are_computed_at_each_call(folder):
     with torch.no_grad(), put_in(loaded, folder) as fused:
         assert_right(loaded)
         assert fused.traced_because == "" and fused.fallbacks == {} and frames() == before
+
+
+def test_a_replayed_graph_gives_the_numbers_of_its_shape(folder):
+    loaded, recorder, plan = describe_live(*counted()), FakeRecorder(), load_plan(folder)
+    fused = apply_plan(loaded, plan)
+    fused.graphs = Graphs(recorder)
+    restore_shapes(fused, loaded, plan)
+    with torch.no_grad(), fused:
+        for _ in range(3):
+            assert_right(loaded)
+        assert recorder.recorded == len(SIZES) - 1 and recorder.replayed > 0  # the example's own call is none of the ranges
+        assert fused.traced_because == "" and fused.fallbacks == {}
 
 
 def output_of(start):
