@@ -7,6 +7,7 @@ ops have the same numbers at every size.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -185,6 +186,21 @@ def capture_open(
         OneSizeOnly: the model fixes a size, the call is several graphs, or it writes to a buffer.
         CannotCapture: dynamo captured nothing.
     """
+    try:
+        return _capture_open(model, args, kwargs, dims, model_id=model_id, with_lines=with_lines)
+    except _OpenSlice:
+        return _capture_open(model, args, kwargs, dims, model_id=model_id, with_lines=with_lines, takes_ones=False)
+
+
+class _OpenSlice(OneSizeOnly):
+    """A slice whose length torch does not compute where sizes may be 1: before torch 2.12 that of the last tokens, say."""
+
+
+def _capture_open(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims, *, model_id: str, with_lines: bool,
+    takes_ones: bool = True,
+) -> OpenCapture:  # fmt: skip
+    """Capture a call; without ``takes_ones`` no open size may be 1, and torch asks what decides a slice's length."""
     args, kwargs = copied((args, dict(kwargs)), lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     tensors = call_tensors(args, kwargs)
     sizes = sizes_of(tensors, dims)
@@ -193,7 +209,8 @@ def capture_open(
     for path, names in dims.items():
         symbolic_sizes.leave_open(tensors[path], [n for n, name in enumerate(names) if name and sizes[base_of(name)] > 1])
     try:
-        with dynamo.without_logged_guard_errors(), symbolic_sizes.ones_among_the_sizes():
+        sizes_of_one = symbolic_sizes.ones_among_the_sizes() if takes_ones else contextlib.nullcontext()
+        with dynamo.without_logged_guard_errors(), sizes_of_one:
             live = capture_regions(model, args, kwargs, model_id=model_id, with_lines=with_lines)
     except CannotCapture as error:
         why = _why_one_size(error)
@@ -217,6 +234,8 @@ def capture_open(
     if others:
         raise OneSizeOnly(f"the call writes to `{others[0]}`, which the model keeps")
     opened = _named(live, sizes, dims, {id(tensor): path for path, tensor in tensors.items()})
+    if not takes_ones:
+        opened = replace(opened, guards=(*opened.guards, *(symbol >= 2 for symbol in opened.names)))
     return replace(opened, call=(args, kwargs), dims=dims)
 
 
@@ -288,8 +307,9 @@ def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]
         if symbol is not None and symbol not in names:
             raise OneSizeOnly(f"a size of the graph ({symbol}) is the size of no dim that may vary")
     counted = _not_of_sizes(region, names)
-    if counted:
-        raise OneSizeOnly(f"the sizes of `{counted}` do not follow from the sizes of the call")
+    if counted is not None:
+        kind = _OpenSlice if counted.target is torch.ops.aten.slice.Tensor else OneSizeOnly
+        raise kind(f"the sizes of `{counted.name}` do not follow from the sizes of the call")
     environment = symbolic_sizes.environment_of([value for value in values if value is not None])
     let_nodes_stand_for_sizes(region.graph)
     assumed = () if environment is None else (*symbolic_sizes.guards_of(environment), *_kept_by_squeezes(region))
@@ -297,15 +317,15 @@ def _named(live: LiveCapture, sizes: Sizes, dims: Dims, paths: Mapping[int, str]
     return OpenCapture(live=live, sizes=dict(sizes), names=names, guards=guards, environment=environment)
 
 
-def _not_of_sizes(region: Region, names: Mapping[Any, str]) -> str:
-    """Name an op with a size that is counted from values, or that the trace leaves open; empty where there is none."""
+def _not_of_sizes(region: Region, names: Mapping[Any, str]) -> Node | None:
+    """Return an op with a size that is counted from values, or that the trace leaves open; None where there is none."""
     for node in region.graph.graph.nodes:
         for value in tensors_of(node.meta.get("val")):
             sizes = (*value.shape, *value.stride(), value.storage_offset())
             open_sizes = [symbolic_sizes.expression_of(size) for size in sizes if not isinstance(size, int)]
             if any(not symbolic_sizes.symbols_in(one) <= names.keys() for one in open_sizes):
-                return node.name
-    return ""
+                return node
+    return None
 
 
 _SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}

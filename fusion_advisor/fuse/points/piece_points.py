@@ -67,7 +67,7 @@ class PiecePoints:
         """Begin with a graph that nothing was done to."""
         work = self._work
         self.piece = replace(self.piece, opened=opened)
-        work.starts[self.piece.box] = piece_of(work.loaded.model, opened, work.ranged.name, self.piece.box)
+        work.starts[self.piece.box] = piece_of(work.loaded.model, opened, work.ranged.name, work.ranged.at, self.piece.box)
         # Where no graph serves a call nothing is padded, whatever is proved.
         self._proved = prove_sizes(opened, self.piece.box) if work.may_pad else ProvedSizes() if work.pads else None
         captured = opened.as_captured()

@@ -34,7 +34,7 @@ _OF_SIZES: dict[str, Callable[..., Any]] = {
     f"size.{one.__name__}": one
     for one in (
         operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.eq, operator.ne, operator.lt,
-        operator.le, operator.gt, operator.ge,
+        operator.le, operator.gt, operator.ge, torch.sym_min, torch.sym_max,
     )
 }  # fmt: skip
 """What Python does with sizes; dynamo of torch 2.11 asserts ranges of them in the graph."""
@@ -81,7 +81,7 @@ class _Writer:
 
     def row(self, node: Node) -> list[Any]:
         """Describe a node: op, name, target, arguments, layouts, module, marks."""
-        target = str(node.target) if node.op in ("placeholder", "get_attr", "output") else _target_name(node.target)
+        target = str(node.target) if node.op in ("placeholder", "get_attr", "output") else _target_name(node)
         marks = {name: node.meta[name] for name in _MARKS if name in node.meta}
         if not all(isinstance(value, bool | str) for value in marks.values()):
             raise CannotDescribe("a mark of another kind")
@@ -137,7 +137,8 @@ class _Writer:
             raise CannotDescribe(str(error)) from error
 
 
-def _target_name(target: Any) -> str:
+def _target_name(node: Node) -> str:
+    target = node.target
     if target is operator.getitem:
         return "getitem"
     if symbolic_sizes.is_computing(target):
@@ -145,7 +146,9 @@ def _target_name(target: Any) -> str:
     if target in _OF_SIZES.values():
         return next(name for name, one in _OF_SIZES.items() if one is target)
     if not isinstance(target, torch._ops.OpOverload):
-        raise CannotDescribe(f"an op that is a {getattr(target, '__name__', type(target).__name__)}")
+        kind = getattr(target, "__name__", type(target).__name__)
+        is_of_sizes = symbolic_sizes.is_size(node.meta.get("val"))
+        raise CannotDescribe(f"a number is computed from sizes by `{kind}`" if is_of_sizes else f"an op that is a {kind}")
     name = str(target)
     _op_of(name)
     return name

@@ -25,7 +25,7 @@ from fusion_advisor.fuse.start.graph_text import decode_graph
 from fusion_advisor.fuse.start.guard_tree import Differs, pattern
 from fusion_advisor.fuse.start.open_call import Source, sizes_from
 from fusion_advisor.fuse.start.outputs import Make, form_of, furthest, maker, without_places
-from fusion_advisor.fuse.start.record import has_hooks, versions
+from fusion_advisor.fuse.start.record import has_hooks, lasting_change, versions
 from fusion_advisor.fuse.start.tree_text import decode_tree
 from fusion_advisor.fuse.start.untraced_call import Traced, UntracedCall, tensor_of
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, module_call
@@ -124,8 +124,9 @@ def call_again(
         outputs[:] = [original(*args, **kwargs)]
 
     written = written_by(call, model, args, kwargs, model_id=model_id)
-    if written.attributes or written.modules or written.contents or written.made:
-        raise Differs("the call sets attributes of the model or of what it is given")
+    changed = lasting_change(written)
+    if changed:
+        raise Differs(changed)
     code = find(row["code"])
     _compare_attributes(row["attributes"], attributes(WatchedCode(model, code)))
     frame = frame_of(model)
@@ -137,7 +138,7 @@ def call_again(
     device = next((one.device for one in inputs if isinstance(one, torch.Tensor) and one.device.type != "cpu"), _CPU)
     graph = decode_graph(row["graph"], device, known)
     _compare_inputs(graph, inputs, known)
-    make, expected = _output(row["output"], outputs[0], inputs, given)
+    make, expected = _output(row["output"], outputs[0], inputs, given, _numbers_of(graph, known))
     route = Route(graph.forward)
     region = Region(
         index=0, graph=graph, original=graph, names=tuple(map(str, row["names"])), roles=tuple(map(str, row["roles"])),
@@ -218,13 +219,24 @@ def _compare_inputs(graph: torch.fx.GraphModule, inputs: Sequence[Any], known: O
             raise Differs(f"the graph's input `{node.name}` is {shown} on {expected.device}")
 
 
-def _output(form: Any, output: Any, inputs: Sequence[Any], given: Given) -> tuple[Make, dict[int, torch.Tensor]]:
+def _numbers_of(graph: torch.fx.GraphModule, known: OpenSizes | None) -> dict[int, Any]:
+    """Return by place the whole numbers among a graph's results, as they are at the sizes of one call."""
+    (output,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+    results = output if isinstance(output, tuple | list) else [output]
+    values = [one.meta.get("val") if isinstance(one, torch.fx.Node) else one for one in results]
+    numbers = [(place, value) for place, value in enumerate(values) if isinstance(value, torch.SymInt) or type(value) is int]
+    return {place: value if known is None else known.number_of(value) for place, value in numbers}
+
+
+def _output(
+    form: Any, output: Any, inputs: Sequence[Any], given: Given, numbers: Mapping[int, Any]
+) -> tuple[Make, dict[int, torch.Tensor]]:
     """Compare an output with the form of the traced one; return what makes it, and its tensors by result."""
     place = {id(value): number for number, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
     objects = {id(value): name for name, value in given.objects.items()}
     now = form_of(output, lambda one: {"input": place[id(one)]} if id(one) in place else {"result": None}, objects)
-    if now != without_places(form):
-        raise Differs("its output has another form")
+    if now != without_places(form, numbers):
+        raise Differs("its output has another form, or holds another number")
     return maker(form, output), dict(results_in(form, output))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,16 @@ from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, dim_si
 from fusion_advisor.fuse.start.call_tensors import Given
 from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.guard_tree import Differs
+from fusion_advisor.records import SizeRange
 from fusion_advisor.runtime.torch_internals import stored_sizes, symbolic_sizes
 from fusion_advisor.runtime.torch_internals.stored_sizes import OpenSizes
 
 Source = int | str | list[int]
 """What an input of a graph is: the place of a tensor of the call, the name of one of the model's, or [place, dim] of a size."""
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""(args, kwargs)."""
+CallAt = Callable[[Sizes], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Makes a new call of some sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +117,19 @@ def sizes_from(data: Mapping[str, Any] | None, sizes: Sizes, tensors: Sequence[t
     if now != found:
         raise Differs(f"the call's sizes are {found}, and were {now}")
     return stored_sizes.open_sizes(now, data["bounds"], data["guards"])
+
+
+def other_sizes(opened: OpenCapture, box: Sequence[SizeRange]) -> Sizes | None:
+    """Return sizes of a piece of which each is another one than in the captured call, where it may vary; None: none were found.
+
+    Args:
+        opened: the piece's capture.
+        box: its sizes.
+    """
+    choices = []
+    for one in box:
+        near = (one.least, one.least + 1, one.most, one.most - 1)
+        usual = [size for size in dict.fromkeys(near) if one.least <= size <= one.most and size != opened.sizes[one.name]]
+        choices.append(usual if one.least < one.most else [one.least])
+    every = (dict(zip((one.name for one in box), sizes, strict=True)) for sizes in itertools.product(*choices))
+    return next(filter(opened.holds, every), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,9 @@ from fusion_advisor.capture.sizes.open_capture import Dims, OpenCapture, Sizes
 from fusion_advisor.fuse.start.call_tensors import given_by
 from fusion_advisor.fuse.start.guard_tree import Differs
 from fusion_advisor.fuse.start.made_again import call_again, differences_told, results_in
+from fusion_advisor.fuse.start.open_call import CallAt
 from fusion_advisor.fuse.start.outputs import form_of, furthest
 from fusion_advisor.runtime.torch_internals import module_call, symbolic_sizes
-
-CallAt = Callable[[Sizes], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Makes a new call of some sizes."""
 
 _TRIES = 4
 """Small sizes that are tried: some may be ruled out within a piece."""
@@ -49,7 +47,9 @@ def open_again(model: torch.nn.Module, at: CallAt, row: Mapping[str, Any], dims:
             call=(args, kwargs), dims=dims,
         )  # fmt: skip
         small = ({name: min(least + more, most) for name, (least, most) in row["ranges"].items()} for more in range(_TRIES))
-        for one in (sizes, *[other for other in small if other != sizes and opened.holds(other)][:1]):
+        others = [other for other in small if other != sizes and opened.holds(other)]
+        others.sort(key=lambda other: sum(other[name] == size for name, size in sizes.items() if name in other))
+        for one in (sizes, *others[:1]):  # where it can be, no size is the same in both
             _compare(model, opened, at, one, row["output"])
         return opened
 

@@ -1,5 +1,6 @@
-"""What a call returns, around the tensors that its graph returns: described in a file, and made again for each call.
+"""What a call returns, around what its graph returns: described in a file, and made again for each call.
 
+A graph returns tensors, and whole numbers that follow from open sizes: how many tokens a cache with a sliding window has seen.
 No class is looked up by a name from the file: the model's own call in this process gave an output, and its classes are used where
 that output is as described.
 """
@@ -18,6 +19,30 @@ Make = Callable[[Sequence[Any], Sequence[torch.Tensor], Mapping[str, Any]], Any]
 """Given the graph's results, its inputs and the objects that the call passes, makes the output."""
 
 
+class Number(int):
+    """Stands in an output for a whole number that the graph computes.
+
+    Attributes:
+        place: among the graph's results.
+    """
+
+    place: int
+
+
+def marked(results: Sequence[Any]) -> list[Any]:
+    """Return a graph's results with a :class:`Number` in place of each whole number.
+
+    Args:
+        results: tensors, whole numbers and None.
+    """
+    found = list(results)
+    for place, value in enumerate(found):
+        if type(value) is int:
+            found[place] = Number(value)
+            found[place].place = place
+    return found
+
+
 def form_of(value: Any, place: Callable[[torch.Tensor], Any], objects: Mapping[int, str] | None = None, depth: int = 0) -> Any:
     """Describe an output.
 
@@ -34,6 +59,8 @@ def form_of(value: Any, place: Callable[[torch.Tensor], Any], objects: Mapping[i
         return place(value)
     if objects and id(value) in objects:
         return {"object": objects[id(value)]}
+    if type(value) is Number:
+        return {"number": value.place}
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -57,16 +84,16 @@ def form_of(value: Any, place: Callable[[torch.Tensor], Any], objects: Mapping[i
 
 
 def holds_number(form: Any) -> bool:
-    """Whether an output holds a whole number or a float: where sizes are open, it may be another one at other sizes.
+    """Whether an output holds a whole number or a float of Python's, which the graph does not compute.
 
     Args:
-        form: from :func:`form_of`; places of tensors in it are no numbers of the output's.
+        form: from :func:`form_of`; places of results and inputs in it are no numbers of the output's.
     """
     if isinstance(form, int):
         return not isinstance(form, bool)
     if isinstance(form, list):
         return any(map(holds_number, form))
-    if not isinstance(form, dict) or form.keys() & {"result", "input"}:
+    if not isinstance(form, dict) or form.keys() & {"result", "number", "input"}:
         return False
     if "float" in form:
         return True
@@ -105,8 +132,8 @@ def maker(form: Any, template: Any) -> Make:
         form: describes it.
         template: an output of the same form.
     """
-    if isinstance(form, dict) and "result" in form:
-        number = form["result"]
+    if isinstance(form, dict) and form.keys() & {"result", "number"}:
+        (number,) = form.values()
         return lambda results, _, __: results[number]
     if isinstance(form, dict) and "input" in form:
         place = form["input"]
@@ -139,11 +166,18 @@ def _with(kind: type, holds: dict[str, Any]) -> Any:
     return made
 
 
-def without_places(form: Any) -> Any:
-    """Return a form with one mark for all tensors that the graph makes: another process has others there."""
+def without_places(form: Any, numbers: Mapping[int, int]) -> Any:
+    """Return the form of one call's output, with one mark for all tensors that the graph makes: another process has others there.
+
+    Args:
+        form: of outputs.
+        numbers: by place, the whole numbers that the graph computes for that call.
+    """
     if isinstance(form, dict):
-        return {"result": None} if "result" in form else {key: without_places(item) for key, item in form.items()}
-    return [without_places(item) for item in form] if isinstance(form, list) else form
+        if "number" in form:
+            return numbers[form["number"]]
+        return {"result": None} if "result" in form else {key: without_places(item, numbers) for key, item in form.items()}
+    return [without_places(item, numbers) for item in form] if isinstance(form, list) else form
 
 
 def furthest(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:

@@ -20,7 +20,7 @@ import gzip
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fusion_advisor.capture.graph.fx_nodes import code_digests
+from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
 from fusion_advisor.capture.sizes.open_capture import OpenCapture
 from fusion_advisor.errors import UnreadableReport
@@ -40,8 +41,8 @@ from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import encode_graph
 from fusion_advisor.fuse.start.guard_record import recorded
 from fusion_advisor.fuse.start.guard_tree import Differs, Seen, Tree, check, pattern, roots
-from fusion_advisor.fuse.start.open_call import DescribedSizes, Source, described_sizes
-from fusion_advisor.fuse.start.outputs import form_of, holds_number
+from fusion_advisor.fuse.start.open_call import Call, CallAt, DescribedSizes, Source, described_sizes, other_sizes
+from fusion_advisor.fuse.start.outputs import form_of, holds_number, marked
 from fusion_advisor.fuse.start.tree_text import encode_tree
 from fusion_advisor.records import SizeRange
 from fusion_advisor.records.serialize import read_document, write_atomic
@@ -130,29 +131,36 @@ def start_of(loaded: LoadedWorkload, live: LiveCapture) -> dict[str, Any]:
     }
 
 
-def piece_of(model: torch.nn.Module, opened: OpenCapture, name: str, box: Sequence[SizeRange]) -> dict[str, Any]:
+def piece_of(model: torch.nn.Module, opened: OpenCapture, name: str, at: CallAt, box: Sequence[SizeRange]) -> dict[str, Any]:
     """Return what a piece of a range needs to start without a trace, as plain data, or why it is traced.
 
     Args:
         model: as it was traced.
         opened: the piece's capture; what dynamo compiled for it still is there.
         name: of the call that it is a piece of.
+        at: makes such a call.
         box: its sizes.
     """
     ranges = {one.name: [one.least, one.most] for one in box}
     found: dict[str, Any] = {"name": name, "sizes": dict(opened.sizes), "ranges": ranges}
     args, kwargs = opened.call
+
+    def other() -> Call | None:
+        sizes = other_sizes(opened, box)
+        return None if sizes is None else at(sizes)
+
     try:
         with torch.no_grad():
-            return found | _call_of(model, args, kwargs, opened.live, opened)
+            return found | _call_of(model, args, kwargs, opened.live, opened, other)
     except (CannotDescribe, Differs) as error:
         return found | {"why": str(error)}
 
 
 def _call_of(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: LiveCapture, opened: OpenCapture | None = None
-) -> dict[str, Any]:
-    """Describe one captured call.
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: LiveCapture,
+    opened: OpenCapture | None = None, other: Callable[[], Call | None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Describe one captured call; ``other`` makes one of other sizes, where some are open.
 
     Raises:
         CannotDescribe: something that the trace had read, or made, means nothing in another process.
@@ -194,17 +202,32 @@ def _call_of(
         "sources": _sources(region, given, sizes),
         "leaves": [list(given.leaves), pattern(leaves), [one.requires_grad for one in leaves]],
         "inside": [list(given.inside), sharing(given.tensors), list(given.objects)],
-        "output": _output(live, region, given, has_open_sizes=opened is not None),
+        "output": _output(live, given, other, (args, kwargs)),
     }
 
 
 def _only_region(live: LiveCapture) -> Region:
     if live.compiled is None or not live.is_whole():
         raise CannotDescribe("the call is not one graph")
-    written = live.written
-    if written.attributes or written.modules or written.contents or written.made:
-        raise CannotDescribe("the call sets attributes of the model or of what it is given")
+    changed = lasting_change(live.written)
+    if changed:
+        raise CannotDescribe(changed)
     return live.regions[0]
+
+
+def lasting_change(written: Written) -> str:
+    """Say what a call changes in Python that outlives it; empty where it writes to tensors alone.
+
+    Args:
+        written: by the call.
+    """
+    for owner, name, _ in written.attributes:
+        return f"the call sets `{name}` of the {type(owner).__name__} that it is given"
+    for _, name, _ in written.modules:
+        return f"the call sets `{name}` of the model"
+    if written.contents:
+        return "the call changes a list, a dict or a set of the model"
+    return f"the call puts another tensor in place of `{written.made[0]}`" if written.made else ""
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
@@ -241,10 +264,49 @@ def _pattern(tree: Tree, variables: Mapping[str, Any], space: dict[str, Any]) ->
     return pattern(seen.tensors)
 
 
-def _output(live: LiveCapture, region: Region, passed: Given, *, has_open_sizes: bool) -> Any:
-    results = live.results if isinstance(live.results, tuple | list) else [live.results]
-    made = {id(value): number for number, value in enumerate(results) if isinstance(value, torch.Tensor)}
-    given = {id(value): number for number, value in enumerate(region.example_args)}
+def _output(live: LiveCapture, passed: Given, other: Callable[[], Call | None] | None, call: Call) -> Any:
+    """Describe what a call returns; ``other`` makes a call of other sizes, where some are open.
+
+    Raises:
+        CannotDescribe: it holds what means nothing in another process, or a number that may follow from sizes in an unknown way.
+    """
+    kinds = {type(value) for value in _results(live) if value is not None and not isinstance(value, torch.Tensor)}
+    if kinds and (other is None or kinds != {int}):
+        raise CannotDescribe("its output holds a float or a truth value that the graph computes")
+    if other is None:
+        return _form_of(live, live.output, passed, ())
+    form = _form_at(live, call, passed)
+    if holds_number(form):
+        # Dynamo writes what is the same at all sizes into its code, and reads what is a tensor's size off the tensor.
+        another = other()
+        if another is None or _form_at(live, another, given_by(*another)) != form:
+            raise CannotDescribe("its output holds a number, which may follow from a size")
+    return form
+
+
+def _form_at(live: LiveCapture, call: Call, passed: Given) -> Any:
+    """Describe what dynamo's code makes of the graph's results in a call: it runs without the graph, with marks for numbers."""
+    route, inputs = live.regions[0].route, list[tuple[Any, ...]]()
+    assert route is not None and live.compiled is not None
+    results = marked(_results(live))
+
+    def forward(*args: Any) -> Any:
+        inputs.append(args)
+        return results
+
+    before, route.forward = route.forward, forward
+    try:
+        output = live.compiled.call(*call[0], **call[1])
+    finally:
+        route.forward = before
+    if len(inputs) != 1:
+        raise CannotDescribe("a call of other sizes is another graph")
+    return _form_of(live, output, passed, inputs[0])
+
+
+def _form_of(live: LiveCapture, output: Any, passed: Given, inputs: Sequence[Any]) -> Any:
+    made = {id(value): number for number, value in enumerate(_results(live)) if isinstance(value, torch.Tensor)}
+    given = {id(value): number for values in (inputs, live.regions[0].example_args) for number, value in enumerate(values)}
 
     def place(tensor: torch.Tensor) -> dict[str, int]:
         if id(tensor) in given:
@@ -253,12 +315,11 @@ def _output(live: LiveCapture, region: Region, passed: Given, *, has_open_sizes:
             raise CannotDescribe("a tensor of its output is made outside of the graph")
         return {"result": made[id(tensor)]}
 
-    if not all(value is None or isinstance(value, torch.Tensor) for value in results):
-        raise CannotDescribe("its output holds a number that the graph computes")
-    form = form_of(live.output, place, {id(value): name for name, value in passed.objects.items()})
-    if has_open_sizes and holds_number(form):
-        raise CannotDescribe("its output holds a number, which may follow from a size")
-    return form
+    return form_of(output, place, {id(value): name for name, value in passed.objects.items()})
+
+
+def _results(live: LiveCapture) -> Sequence[Any]:
+    return live.results if isinstance(live.results, tuple | list) else [live.results]
 
 
 def versions() -> dict[str, str]:

@@ -53,6 +53,26 @@ def test_one_trace_serves_every_size():
     assert found.guards == ()
 
 
+def window(x):
+    """The last tokens, as a cache with a sliding window keeps them."""
+    return (x * 2.0)[:, -7:]
+
+
+@pytest.mark.parametrize(("seq", "sizes"), [(11, (8, 11, 40)), (4, (2, 4, 6))])
+def test_a_slice_of_the_last_tokens_follows_from_the_length(seq, sizes):
+    """Torch before 2.12 does not say how long it is where a length may be 1: what decides it is asked there."""
+    found = opened(window, seq=seq)
+    assert all(found.holds({"batch": 5, "seq": size}) for size in sizes)
+    for size in (*range(2, 12), 40):
+        if found.holds({"batch": 5, "seq": size}):
+            args = seen_at(found, 5, size)
+            (x,) = (one for one in args if isinstance(one, torch.Tensor) and one.dim() == 3)
+            result = found.region.graph(*args)[0]
+            assert result.shape == (5 * min(size, 7), 8) and torch.equal(result, Rows(window)(x))
+    if torch.__version__ < "2.12":
+        assert not found.holds({"batch": 1, "seq": seq}) and not found.holds({"batch": 5, "seq": 1})
+
+
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_the_graph_of_one_size_has_the_same_ops_in_the_same_order(name):
     model, kwargs = getattr(tiny, name)()

@@ -271,7 +271,7 @@ def test_the_saved_decode_step_starts_without_a_trace(tmp_path):
         write_capture(capture, tmp_path / name / "capture.json.gz")
         write_report(report, tmp_path / name / "report.json")
     # The prefill's call makes the tensors of the cache that it is given.
-    assert run.write_start(tmp_path) == "prefill: the call sets attributes of the model or of what it is given"
+    assert run.write_start(tmp_path) == "prefill: the call sets `keys` of the StaticLayer that it is given"
     run.revert()
     loaded, before = loaded_generation("gpt2"), frames()
     step = generate._regimes(loaded, loaded.generation)[1]

@@ -9,12 +9,14 @@ import math
 import pytest
 import torch
 
+from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.fuse.start.described import CannotDescribe, code_digest, described
 from fusion_advisor.fuse.start.graph_text import decode_graph, encode_graph
-from fusion_advisor.fuse.start.outputs import form_of, holds_number
+from fusion_advisor.fuse.start.outputs import form_of, holds_number, marked
+from fusion_advisor.fuse.start.record import lasting_change
 from fusion_advisor.fuse.start.size_conditions import answer, condition_of, places_in
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, fake_mode, stored_sizes, symbolic_sizes
 from tests.tiny import Calling, toy
@@ -110,6 +112,20 @@ def test_what_a_call_leaves_behind_is_noted(function, expected):
     before, HELD.same = HELD.number, 5
     assert effects_of(function, torch.ones(4)) == expected
     HELD.number = before
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (Written(attributes=[(HELD, "number", 0)]), "the call sets `number` of the Holder that it is given"),
+        (Written(modules=[({}, "count", 0)]), "the call sets `count` of the model"),
+        (Written(contents=[([], [])]), "the call changes a list, a dict or a set of the model"),
+        (Written(made=("cache.keys",)), "the call puts another tensor in place of `cache.keys`"),
+        (Written(tensors={"x": torch.ones(1)}), ""),
+    ],
+)
+def test_what_a_call_changes_is_said(written, expected):
+    assert lasting_change(written) == expected
 
 
 def test_the_global_state_is_compared():
@@ -237,6 +253,11 @@ def test_what_is_no_condition_on_sizes_is_not_described(text):
 
 def test_numbers_in_an_output_are_found():
     x = torch.ones(2)
+    results = marked([x, 3, None, 3])
+    assert form_of({"a": results[1], "b": results[3], "c": 3}, lambda _: None) == {
+        "dict": [["a", {"number": 1}], ["b", {"number": 3}], ["c", 3]]
+    }
+    assert not holds_number(form_of(results[1:], lambda _: None))
 
     def form(value):
         return holds_number(form_of(value, lambda _: {"result": 3}))

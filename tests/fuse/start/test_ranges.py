@@ -410,31 +410,3 @@ def test_a_file_that_does_not_fit_is_not_used(name, folder, tmp_path):
         assert_right(loaded)
         assert fused.launches > 0 and fused.fallbacks == {}
     assert not Path("written-by-a-file").exists()
-
-
-# -- what is not written down --------------------------------------------------------------------------------------------------
-
-
-class Sized(torch.nn.Module):
-    """Returns a size, as a number of Python's."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = torch.nn.Linear(64, 64)
-
-    def forward(self, x):
-        return torch.nn.functional.gelu(self.lin(x)) * 2.0 + x, x.shape[0]
-
-
-def test_a_size_that_is_returned_is_not_taken_for_a_constant(tmp_path):
-    torch.manual_seed(0)
-    model, args = Sized().eval(), (torch.randn(4, 64),)
-    fa.apply(model, args, shapes={"args.0": ("batch=2..9", None)}, keep="verified", compile=False, run_dir=tmp_path).revert()
-    plan = load_plan(tmp_path)
-    assert isinstance(plan.start, str) or all("a number" in row["why"] for row in plan.start["pieces"])
-    loaded = describe_live(Sized().eval(), args)
-    with torch.no_grad(), put_in(loaded, plan) as fused:
-        assert fused.traced_because
-        for batch in (2, 5, 9):
-            found, size = loaded.model(torch.randn(batch, 64))
-            assert size == batch == len(found)
