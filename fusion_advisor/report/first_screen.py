@@ -14,6 +14,8 @@ from fusion_advisor.report.shapes.rows import asked_text, is_served
 RESTED = "single steps at full clock"
 _PLACE = "fusion-runs/"
 """Where the command line leaves runs."""
+NEED_LAYOUT = frozenset({"merge-gemms", "pad-gemm", "odd-width-gemm"})
+"""Rewrites whose GEMMs read weights that lie together, or the room after them; copies of weights need none (``--freeze``)."""
 _SHIP = (
     "Or ship them for calls of these sizes, without fusion-advisor: as a Python package, or with --format kernels (Hugging Face's"
     " kernels library), pt2 (AOTInductor) or patch (a diff against the model's source):"
@@ -134,9 +136,7 @@ def next_step(report: Report) -> NextStep | None:
         mode = "" if compiled[0] == "default" else f', mode="{visible(compiled[0], 40)}"'
         return NextStep("torch.compile is faster here:", f"model = torch.compile(model{mode})")
     if report.shapes is not None and any(map(is_served, report.shapes.pieces)):
-        code = (
-            f'import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, shapes="{visible(asked_text(report.shapes), 200)}")'
-        )
+        code = f'{_setup(report)}fused = fa.apply(model, inputs, shapes="{visible(asked_text(report.shapes), 200)}")'
         return NextStep("Serve these sizes in your program; each rewrite is checked and timed there again:", code)
     statuses = [row.status for row in report.fusions] + [row.status for row in report.rewrites]
     if report.after is None or Status.KEPT not in statuses:
@@ -145,8 +145,16 @@ def next_step(report: Report) -> NextStep | None:
         code = f'import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, phase="train"{_training_options(report.command)})'
         return NextStep("Fuse the training step in your program; its kernels are built, checked and timed there again:", code)
     place = f'"{_PLACE}{visible(report.run_id, 60)}"' if report.run_id else "run_dir"
-    code = f"import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, plan=fa.load_plan({place}))"
+    code = f"{_setup(report)}fused = fa.apply(model, inputs, plan=fa.load_plan({place}))"
     return NextStep("Install these kernels in your program; they are built and checked again, not timed:", code)
+
+
+def _setup(report: Report) -> str:
+    """Return what stands ahead of ``fa.apply``: a user's own model has its weights elsewhere than the one that we loaded."""
+    kept = [row for row in report.rewrites if row.status is Status.KEPT]
+    needs_layout = any(row.id in NEED_LAYOUT and not row.held_bytes for row in kept)
+    lay_out = "fa.lay_out_weights(model)  # side by side, as this run had them\n" if needs_layout else ""
+    return f"import fusion_advisor as fa\n\n{lay_out}"
 
 
 def _training_options(command: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from fusion_advisor import units
+from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.records import Report, Status
 from fusion_advisor.records.serialize import dump_report, read_report
 from fusion_advisor.report import baseline_rows, first_screen, shared_rows
@@ -138,3 +139,19 @@ def test_what_a_training_run_kept_in_memory_is_in_the_call_that_is_copied(option
     report = replace(ALL["trained"](), command=f"fusion-advisor apply gpt2 --phase train{options}")
     code = first_screen.next_steps(report)[0].code
     assert code.splitlines()[-1] == f'fused = fa.apply(model, inputs, phase="train"{arguments})'
+
+
+@pytest.mark.parametrize("name", sorted(first_screen.NEED_LAYOUT))
+def test_a_model_of_ones_own_is_laid_out_ahead_of_a_plan_that_needs_it(name: str) -> None:
+    assert name in {rewrite.id for rewrite in REWRITES}
+    report = applied()
+    row = replace(report.rewrites[0], id=name, status=Status.KEPT, held_bytes=0)
+    plain = replace(report, rewrites=tuple(one for one in report.rewrites if one.id not in first_screen.NEED_LAYOUT))
+    for rewrites, is_needed in (
+        ((row,), True),
+        ((replace(row, held_bytes=8),), False),
+        ((replace(row, status=Status.SLOWER),), False),
+    ):
+        step = first_screen.next_step(replace(plain, rewrites=(*plain.rewrites, *rewrites)))
+        assert step is not None and ("fa.lay_out_weights(model)  #" in step.code) is is_needed
+        assert step.code.index("import") < step.code.index("fa.apply(model")
