@@ -186,8 +186,8 @@ class FusedModel(InPlace):
                 is_cut = call.piece is not None and call.piece.cutter is not None
                 graphs = self.graphs if call.may_record or is_cut else None
                 return run() if graphs is None else graphs.run(call, leaves, run, objects)
-            except (_Refused, ChangesAlways) as refused:
-                refusal = str(refused)
+            except (_Refused, ChangesAlways, dynamo.OpRaised) as refused:
+                refusal = str(refused).splitlines()[0]
             except LayoutChanged as change:
                 self._is_broken = True
                 refusal = f"a value inside the model was laid out differently than when it was verified ({change})"

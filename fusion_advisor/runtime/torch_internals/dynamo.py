@@ -21,6 +21,9 @@ from torch.fx.traceback import preserve_node_meta, set_stack_trace
 
 from fusion_advisor.runtime.torch_internals.module_call import original_call
 
+OpRaised = torch._dynamo.exc.TorchRuntimeError
+"""An op of a model raised while it was traced. The model itself raises what the op did."""
+
 
 def placeholder_values(graph_module: torch.fx.GraphModule) -> list[Any]:
     """Return the fake tensors that dynamo traced a graph's placeholders with (``example_value``), in order."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+import fusion_advisor
 import fusion_advisor.fuse.live.fused_model as model_module
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
@@ -332,6 +333,21 @@ class ReadsAndWrites(torch.nn.Module):
         doubled = y * 2.0
         x.add_(1.0)
         return torch.tanh(doubled + 3.0) * 0.5
+
+
+def test_an_op_that_raises_once_an_attribute_was_changed_raises_as_in_eager():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU(approximate="tanh")).eval()
+    x = torch.randn(2, 3, 8, 8)
+    with torch.no_grad(), fusion_advisor.apply(model, (x,), keep="verified", compile=False) as fused:
+        expected = model(x)
+        model[0].padding = (1, 2, 3)
+        with pytest.raises(RuntimeError, match=r"^expected padding to be a single integer") as raised, pytest.warns(UserWarning):
+            model(x)
+        assert type(raised.value) is RuntimeError
+        model[0].padding = (1, 1)
+        assert torch.equal(model(x), expected)
+        assert sum(fused.fallbacks.values()) == 1
 
 
 def test_inputs_that_share_memory_with_what_is_written_run_the_original():
