@@ -206,7 +206,7 @@ def decided(
     refused = *found.refused, *(name for name in open_layouts() if name in work.refused)
     dropped += [(name, "it decides by one size") for name in refused]
     if not fusions and not found.passes and not changes:
-        nothing = not_decided(sizes, "nothing that serves other sizes pays near these")
+        nothing = not_decided(sizes, "nothing that serves other sizes was kept near these")
         return replace(nothing, row=replace(nothing.row, dropped=tuple(dropped)))
     module = build(workpiece, fusions, found.passes)
     served = finished(workpiece, module, sizes, with_flags=DROP_MASKS.id in found.passes)
