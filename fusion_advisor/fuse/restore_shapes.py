@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
-from fusion_advisor.capture.sizes.one_size import at_one_size
+from fusion_advisor.capture.sizes.one_size import runnable_at
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture, Sizes, capture_open
 from fusion_advisor.chains.find import outputs_of
 from fusion_advisor.codegen.common.interface import BuiltKernel, Header, KernelBuildFailed, library_origin
@@ -185,7 +185,7 @@ class _Restoring:
         except OneSizeOnly as error:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
         written.restore()
-        region = at_one_size(work.captured, given, written).regions[0]
+        region = runnable_at(work.captured, given)
         ours = served.graph_at(tuple(sizes[name] for name in work.names)).forward
         check = check_region(region, ours, was_passed=True)
         if not check.is_passed:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from fusion_advisor import units
-from fusion_advisor.capture.sizes.one_size import at_one_size
+from fusion_advisor.capture.sizes.one_size import runnable_at
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.live.model_check import check_region
@@ -77,7 +77,7 @@ def trial_of(ranged: RangedCall, opened: OpenCapture) -> tuple[Given, Judge]:
         return example_args(opened, args, kwargs)
 
     def judge(args: Sequence[Any], run: Callable[..., Any]) -> str:
-        check = check_region(at_one_size(opened, args).regions[0], run)
+        check = check_region(runnable_at(opened, args), run)
         return "" if check.is_passed else f"relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
 
     return given, judge

@@ -60,7 +60,7 @@ def carried(work: RangeWork, workpiece: Workpiece, from_: Decided, sizes: Sizes,
         return one.refused(wrong)
     if tries_passes and work.options.is_timed and not work.options.exact:
         one = with_more_passes(work, workpiece, one, live, given)
-    return timed(work, workpiece, checked(work, workpiece, one, given, written))
+    return timed(work, workpiece, checked(work, workpiece, one, given))
 
 
 def with_more_passes(

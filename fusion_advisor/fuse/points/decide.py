@@ -12,7 +12,7 @@ import torch
 from fusion_advisor import units
 from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.side_effects import Written
-from fusion_advisor.capture.sizes.one_size import at_one_size
+from fusion_advisor.capture.sizes.one_size import runnable_at
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, capture_open
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
@@ -217,10 +217,10 @@ def decided(
     )
     written.restore()
     one = Decided(served=served, row=row, fusions=tuple(fusions))
-    return timed(work, workpiece, checked(work, workpiece, one, given, written))
+    return timed(work, workpiece, checked(work, workpiece, one, given))
 
 
-def checked(work: RangeWork, workpiece: Workpiece, one: Decided, given: Sequence[Any], written: Written) -> Decided:
+def checked(work: RangeWork, workpiece: Workpiece, one: Decided, given: Sequence[Any]) -> Decided:
     """Check what runs near a point against fp64, at the point and at moderate sizes of the piece.
 
     Args:
@@ -228,9 +228,8 @@ def checked(work: RangeWork, workpiece: Workpiece, one: Decided, given: Sequence
         workpiece: the piece.
         one: the point, with rewrites.
         given: what the piece's graph is called with there.
-        written: what that call writes to.
     """
-    region = at_one_size(workpiece.captured, given, written).regions[0]
+    region = runnable_at(workpiece.captured, given)
     check = check_region(region, module_at(workpiece, one.served).forward)
     one = replace(one, row=replace(one.row, rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2))
     if not check.is_passed:
@@ -259,7 +258,7 @@ def wrong_elsewhere(work: RangeWork, workpiece: Workpiece, served: Served) -> st
     if other == served.sizes or prod(other.values()) > max(prod(served.sizes.values()), MOST_ELEMENTS["cpu"]):
         return None
     given, written = work.graph_call(workpiece.opened, other)
-    check = check_region(at_one_size(workpiece.captured, given, written).regions[0], served.graph_at(point).forward)
+    check = check_region(runnable_at(workpiece.captured, given), served.graph_at(point).forward)
     written.restore()
     error = f"relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}"
     return "" if check.is_passed else f"all rewrites together, at {text_of(other)}: {error}"

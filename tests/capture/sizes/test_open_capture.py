@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.utils
 
 from fusion_advisor.capture.graph.op_records import describe
-from fusion_advisor.capture.sizes.one_size import at_one_size
+from fusion_advisor.capture.sizes.one_size import at_one_size, runnable_at
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, call_tensors, capture_open, sizes_of
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
 from tests import tiny
@@ -92,6 +92,9 @@ def test_the_graph_of_one_size_has_the_same_ops_in_the_same_order(name):
         ]
         with torch.no_grad():
             torch.testing.assert_close(one.regions[0].graph(*seen[0][1])[0], expected)
+            ran = runnable_at(found, seen[0][1])
+            assert torch.equal(ran.graph(*seen[0][1])[0], one.regions[0].graph(*seen[0][1])[0])
+            assert torch.equal(ran.original.forward(*ran.example_args)[0], expected)
     assert len(symbolic_sizes.assumptions_of(found.environment)) == len(found.guards)
 
 
