@@ -146,7 +146,8 @@ def points_for(ranges: Mapping[str, tuple[int, int]], count: int = 6) -> list[di
     """Return sizes inside ranges: the first to lower at, the others to compare with.
 
     Primes, where there are some: a length that happens to be a number of heads, or divides another size, would be lowered to a
-    special case. 1 only where there is nothing else: a dim of one element has no loop.
+    special case. A range with one prime or none has other sizes too: at a single size a constant that varies is not seen. 1 only
+    where there is nothing else: a dim of one element has no loop.
 
     Args:
         ranges: by name the least and the most.
@@ -158,14 +159,22 @@ def points_for(ranges: Mapping[str, tuple[int, int]], count: int = 6) -> list[di
         for place, (name, (least, most)) in enumerate(ranges.items()):
             free = [one for one in _PRIMES if least <= one <= most and one not in point.values()]
             larger = range(most, max(least, 2) - 1, -1)
-            more = free or [one for one in larger if one not in point.values()] or list(larger) or [least]
+            others = [one for one in larger if one not in point.values() and one not in free]
+            more = (free if len(free) > 1 else [*free, *others[:_FEW]]) or list(larger) or [least]
             # A stride that divides how many there are would take the same size at every step, and find nothing that varies.
             stride = next(one for one in range(place + 1, place + len(more) + 2) if math.gcd(one, len(more)) == 1)
             point[name] = more[(step * stride + 2 * place) % len(more)]
         if point not in found:
             found.append(point)
+    for name, (least, most) in ranges.items():  # what is left differs from another dim at one size alone
+        size = found[0][name]
+        others = [one for one in range(most, max(least, 2) - 1, -1) if one != size]
+        if others and all(point[name] == size for point in found):
+            found.append({**found[0], name: others[0]})
     return found
 
 
+_FEW = 2
+"""Of sizes that are no primes: at each one more may come out as a special case."""
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131,
            5, 7, 3, 2)  # fmt: skip

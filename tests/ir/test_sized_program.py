@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,13 @@ def test_points_are_different_primes_inside_the_ranges():
     for least, most in ((9, 15), (9, 17)):  # with two and three primes in it
         several = points_for({"batch": (2, 4), "seq": (least, most), "cached": (least + 30, most + 30)})
         assert all(len({point[name] for point in several}) > 1 for name in ("batch", "seq", "cached"))
+    for ends in itertools.combinations(range(1, 20), 2):
+        for other in ((1, 4), (2, 2), (2, 3), (5, 6), (8, 12), (128, 131), (500, 512)):
+            ranges = {"batch": ends, "cached": other}
+            several = points_for(ranges)
+            for name, (least, most) in ranges.items():
+                assert all(least <= point[name] <= most for point in several)
+                assert len({point[name] for point in several}) > 1 or most <= max(least, 2)
     for ranges in ({"batch": (2, 2), "seq": (1, 2)}, {"batch": (1, 2), "seq": (1, 2)}):
         assert points_for(ranges) == [{"batch": 2, "seq": 2}]  # a dim of one element has no loop
     assert points_for({"batch": (1, 1)}) == [{"batch": 1}]
