@@ -159,7 +159,9 @@ def test_a_fault_on_a_gpu_ends_the_run_with_a_report_that_names_the_kernel(loade
     reports = []
     options = ApplyOptions(**{**QUICK, "keep": "paying", "only": ("gelu_tanh",)})
     instruments = Instruments(compare_alone=faulty)
-    with pytest.raises(KernelFaulted, match=r"gelu_tanh faulted on the GPU.*illegal memory access was encountered$") as refusal:
+    with pytest.raises(
+        KernelFaulted, match=r"(?m)gelu_tanh faulted on the GPU.*illegal memory access was encountered$"
+    ) as refusal:
         apply_workload(loaded, options, on_report=reports.append, instruments=instruments)
     assert refusal.value.__cause__ is fault
     assert [row.status for row in reports[-1].fusions if row.kernel == "gelu_tanh"] == [Status.BUILD_FAILED]
