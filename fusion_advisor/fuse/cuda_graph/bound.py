@@ -85,7 +85,7 @@ class Bound:
             raise TooLarge(needed.total + self._missed)
 
     def has_room(self, recorded: Iterable[GraphedRegion], needed: GraphBytes) -> bool:
-        """Whether a graph fits into the pool beside those that are recorded.
+        """Whether the pool has room for one more graph.
 
         Args:
             recorded: the regions that have graphs.
