@@ -101,7 +101,7 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Parameter]]:
                 continue
             for name, _ in linears[0].named_parameters():
                 group = [linear.get_parameter(name) for linear in linears]
-                if not _lie_together(group):
+                if not lie_together(group):
                     yield group
 
 
@@ -135,6 +135,19 @@ def has_room(tensor: torch.Tensor, rows: int) -> bool:
     return tensor.is_contiguous() and end <= tensor.untyped_storage().nbytes()
 
 
+def lie_together(sources: Sequence[torch.Tensor]) -> bool:
+    """Whether contiguous tensors of one dtype lie one after the other in one storage, so that one view covers them."""
+    first = sources[0]
+    storage = first.untyped_storage().data_ptr()
+    place = first.data_ptr()
+    for source in sources:
+        is_plain = source.is_contiguous() and source.dtype == first.dtype and source.shape[1:] == first.shape[1:]
+        if not is_plain or source.untyped_storage().data_ptr() != storage or source.data_ptr() != place:
+            return False
+        place += source.numel() * source.element_size()
+    return True
+
+
 def _tied_by_memory(model: nn.Module) -> set[int]:
     """Return the ids of the parameters and buffers in whose memory another one lies, wholly or in part.
 
@@ -162,14 +175,3 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 def _is_aligned(parameter: nn.Parameter) -> bool:
     return parameter.is_contiguous() and parameter.numel() * parameter.element_size() % _ALIGNMENT_BYTES == 0
-
-
-def _lie_together(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether each begins in the same storage where the one before it ends."""
-    first = parameters[0]
-    place = first.data_ptr()
-    for parameter in parameters:
-        if parameter.data_ptr() != place or parameter.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return False
-        place += parameter.nbytes
-    return True

@@ -13,6 +13,7 @@ from fusion_advisor.workload.weight_packing import (
     lay_out_siblings,
     lay_out_weights,
     leave_room,
+    lie_together,
     lies_laid_out,
     padded_rows,
     roomy_rows,
@@ -133,3 +134,17 @@ def test_rows_are_rounded_up():
 def test_seven_more_rows_hold_the_rounded_ones():
     assert [roomy_rows(rows) for rows in (1, 8, 9, 50257)] == [8, 8, 16, 50264]
     assert all(padded_rows(rows) <= roomy_rows(rows) for rows in range(1, 40))
+
+
+def test_tensors_one_after_the_other_lie_together_and_others_do_not():
+    memory = torch.randn(10, 4)
+    a, b, c = memory[:2], memory[2:7], memory[7:]
+    assert lie_together([a, b, c]) and lie_together([a, b]) and lie_together([b, c])
+    assert not lie_together([a, c])
+    assert not lie_together([b, a])
+    assert not lie_together([a, a])
+    assert not lie_together([a, b.clone()])
+    assert not lie_together([a, memory.t()[2:]])
+    assert not lie_together([memory[:, :2], memory[:, 2:]])
+    assert not lie_together([a, b.view(torch.int32)])
+    assert not lie_together([torch.randn(4), torch.randn(4)])

@@ -19,10 +19,11 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.fuse.rewrite.derived_tensors import Held, joined, lie_together
+from fusion_advisor.fuse.rewrite.derived_tensors import Held, joined
 from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
 from fusion_advisor.runtime.torch_internals import fake_mode
+from fusion_advisor.workload.weight_packing import lie_together
 
 _LINEAR = torch.ops.aten.linear.default
 _SLICE = torch.ops.aten.slice.Tensor

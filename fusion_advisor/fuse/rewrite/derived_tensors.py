@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
-from fusion_advisor.workload.weight_packing import has_room
+from fusion_advisor.workload.weight_packing import has_room, lie_together
 
 Compute = Callable[..., torch.Tensor]
 
@@ -110,7 +110,7 @@ def joined(name: str, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Te
 
     Args:
         name: stands in the graph's code.
-        sources: contiguous tensors for which :func:`lie_together` holds.
+        sources: contiguous tensors for which :func:`~fusion_advisor.workload.weight_packing.lie_together` holds.
 
     Raises:
         LayoutChanged: (when called) they no longer lie together.
@@ -164,19 +164,6 @@ class Extended:
         self._view = now.detach().as_strided((self.rows, *now.shape[1:]), now.stride(), now.storage_offset())
         self._known = (now, now.data_ptr())
         return self._view
-
-
-def lie_together(sources: Sequence[torch.Tensor]) -> bool:
-    """Whether contiguous tensors of one dtype lie one after the other in one storage, so that one view covers them."""
-    first = sources[0]
-    storage = first.untyped_storage().data_ptr()
-    place = first.data_ptr()
-    for source in sources:
-        is_plain = source.is_contiguous() and source.dtype == first.dtype and source.shape[1:] == first.shape[1:]
-        if not is_plain or source.untyped_storage().data_ptr() != storage or source.data_ptr() != place:
-            return False
-        place += source.numel() * source.element_size()
-    return True
 
 
 def _view(sources: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.fuse.rewrite.derived_tensors import Held, joined, lie_together
+from fusion_advisor.fuse.rewrite.derived_tensors import Held, joined
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 
 
@@ -88,20 +88,6 @@ def test_a_value_made_in_inference_mode_is_computed_again_outside_of_it():
 
 def parts(memory, *rows):
     return list(memory.split(rows))
-
-
-def test_tensors_one_after_the_other_lie_together_and_others_do_not():
-    memory = torch.randn(10, 4)
-    a, b, c = parts(memory, 2, 5, 3)
-    assert lie_together([a, b, c]) and lie_together([a, b]) and lie_together([b, c])
-    assert not lie_together([a, c])
-    assert not lie_together([b, a])
-    assert not lie_together([a, a])
-    assert not lie_together([a, b.clone()])
-    assert not lie_together([a, memory.t()[2:]])
-    assert not lie_together([memory[:, :2], memory[:, 2:]])
-    assert not lie_together([a, b.view(torch.int32)])
-    assert not lie_together([torch.randn(4), torch.randn(4)])
 
 
 def test_joined_tensors_are_viewed_not_copied():
