@@ -60,6 +60,13 @@ class Bound:
         most, largest = units.size(self._most_bytes), units.size(self._largest)
         return f" {who} would hold up to {largest}{each}, and all together may hold {most}."
 
+    @property
+    def too_large(self) -> str:
+        """Why the largest graph that was refused is not recorded; empty where none was."""
+        if not self._refused:
+            return ""
+        return f"it would hold {units.size(self._largest)}, and all graphs together may hold {units.size(self._most_bytes)}"
+
     def restart(self) -> None:
         """Begin with an empty pool: no recording is left, so its memory is given back ahead of the next one."""
         self._pool = self._exact = self._passing = self._largest_passing = self._recorded = 0

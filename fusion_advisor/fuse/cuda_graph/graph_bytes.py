@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
+from fusion_advisor.fuse.rewrite.derived_tensors import is_derived
 from fusion_advisor.runtime.torch_internals import symbolic_sizes, tensor_memory
 
 
@@ -86,7 +87,8 @@ def graph_bytes(module: GraphModule, symbols: Mapping[Any, int], left_out: Colle
     """
     sizes: dict[Any, int] = {}
     nodes = [node for node in module.graph.nodes if node not in left_out]
-    given = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in _memory(node)}
+    is_given = {node: node.op in ("placeholder", "get_attr") or is_derived(node.target) for node in nodes}
+    given = {key for node in nodes if is_given[node] for key in _memory(node)}
     own = {node: {key: value for key, value in _memory(node).items() if key not in given} for node in nodes}
     last_read = {key: node for node in nodes for source in (node, *node.all_input_nodes) for key in own.get(source, ())}
     alive: dict[int, int] = {}

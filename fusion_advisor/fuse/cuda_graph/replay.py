@@ -137,6 +137,11 @@ class Graphs:
         refused = self._bound.sentence
         return f"{len(self._recordings)} of at most {self._limit} CUDA graphs are recorded and hold {held}.{padded}{refused}"
 
+    @property
+    def too_large(self) -> str:
+        """Why the largest graph that would not fit is not recorded; empty where all fit."""
+        return self._bound.too_large
+
     def pool_bytes(self) -> int:
         """Device memory that the graphs hold, static inputs included."""
         return self._recorder.pool_bytes() + sum(recording.input_bytes for recording in self.recordings)

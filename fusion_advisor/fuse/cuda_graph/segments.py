@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import draws_numbers, tensors_of, written_storages
 from fusion_advisor.fuse.cuda_graph.capturable import has_collectives, host_work
-from fusion_advisor.fuse.rewrite.derived_tensors import Held
+from fusion_advisor.fuse.rewrite.derived_tensors import is_derived
 from fusion_advisor.runtime.torch_internals import fx_trace, symbolic_sizes, tensor_memory
 
 LEAST_LAUNCHES = 4
@@ -245,8 +245,8 @@ def _with_given(nodes: set[Node], given: Mapping[Node, None]) -> set[Node]:
 
 
 def _launches(nodes: Iterable[Node]) -> int:
-    """Count the ops that make a tensor in memory of its own: views launch nothing."""
-    return sum(1 for node in nodes if not isinstance(node.target, Held) and _makes_memory(node))
+    """Count the ops that make a tensor in memory of its own: views, also of weights side by side, launch nothing."""
+    return sum(1 for node in nodes if not is_derived(node.target) and _makes_memory(node))
 
 
 def _makes_memory(node: Node) -> bool:

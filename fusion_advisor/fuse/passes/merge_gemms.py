@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.fuse.rewrite.derived_tensors import Held, joined
+from fusion_advisor.fuse.rewrite.derived_tensors import Held, Joined
 from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
 from fusion_advisor.runtime.torch_internals import fake_mode
@@ -165,7 +165,7 @@ def _merge(result: ChangedRegion, group: _Group, values: Mapping[Node, Any]) -> 
             tensors = [values[node] for node in nodes]
             name = f"{_MERGED}{kind}_{result.region.index}_{number}"
             if lie_together(tensors):
-                call = joined(name, tensors)
+                call: Joined | Held = Joined(name, tensors)
             else:
                 call = Held(name, lambda *parts: torch.cat([part.detach() for part in parts]), tensors)
                 result.held_bytes += sum(map(_bytes, tensors))

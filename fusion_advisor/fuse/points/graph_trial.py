@@ -41,7 +41,7 @@ class GraphTrial:
     @property
     def refusal(self) -> str:
         """Why it cannot be recorded; empty where it can, or is not to be: its results are large."""
-        return self.region.refusal or ""
+        return self.region.refusal or self.region.graphs.too_large
 
     @property
     def is_recorded(self) -> bool:

@@ -103,8 +103,8 @@ def _is_apart(value: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
     return value.untyped_storage().data_ptr() not in {source.untyped_storage().data_ptr() for source in sources}
 
 
-def joined(name: str, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of tensors that lie one after the other in memory that views them as one, along their first dim.
+class Joined:
+    """A function of tensors that lie one after the other in memory that views them as one, along their first dim.
 
     The view is made again when a source is another tensor or moved; nothing is copied, so what is written to a source is seen.
 
@@ -115,22 +115,27 @@ def joined(name: str, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Te
     Raises:
         LayoutChanged: (when called) they no longer lie together.
     """
-    view: torch.Tensor | None = _view(sources)
-    known: tuple[tuple[torch.Tensor, int], ...] = tuple((source, source.data_ptr()) for source in sources)
 
-    def call(*now: torch.Tensor) -> torch.Tensor:
-        nonlocal view, known
+    def __init__(self, name: str, sources: Sequence[torch.Tensor]) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._view: torch.Tensor | None = None
+        self._known: tuple[tuple[torch.Tensor, int], ...] = ()
+        self._keep(sources)
+
+    def __call__(self, *now: torch.Tensor) -> torch.Tensor:
+        """Return the view."""
+        view = self._view
         if view is not None and all(
-            source is tensor and source.data_ptr() == address for (tensor, address), source in zip(known, now, strict=True)
+            source is tensor and source.data_ptr() == address for (tensor, address), source in zip(self._known, now, strict=True)
         ):
             return view
-        view, known = None, ()  # a fallback for good must not keep old weights alive
-        view = _view(now)
-        known = tuple((source, source.data_ptr()) for source in now)
-        return view
+        self._view, self._known = None, ()  # a fallback for good must not keep old weights alive
+        return self._keep(now)
 
-    call.__name__ = call.__qualname__ = name
-    return call
+    def _keep(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        view = self._view = _view(sources)
+        self._known = tuple((source, source.data_ptr()) for source in sources)
+        return view
 
 
 class Extended:
@@ -164,6 +169,15 @@ class Extended:
         self._view = now.detach().as_strided((self.rows, *now.shape[1:]), now.stride(), now.storage_offset())
         self._known = (now, now.data_ptr())
         return self._view
+
+
+def is_derived(target: object) -> bool:
+    """Whether a node's target gives memory that was there ahead of the call: no launch makes it, and no graph holds it.
+
+    Args:
+        target: of a node.
+    """
+    return isinstance(target, Held | Joined | Extended)
 
 
 def _view(sources: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,11 +7,14 @@ import torch
 
 from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.fuse.cuda_graph.graph_bytes import GraphBytes, graph_bytes, symbols_given
+from fusion_advisor.fuse.cuda_graph.segments import split
+from fusion_advisor.fuse.passes.merge_gemms import merge_linears
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.pieces import PieceFinder
 from fusion_advisor.fuse.shapes.ranged_calls import ranged_calls
 from fusion_advisor.workload.load import describe_live
+from fusion_advisor.workload.weight_packing import lay_out_weights
 from tests.tiny import gpt2, qwen2
 
 
@@ -79,6 +82,25 @@ def test_what_runs_after_the_graph_makes_nothing_in_it():
     ops = [node for node in found.region.graph.graph.nodes if node.op == "call_function"]
     assert counted(found, given) == GraphBytes(kept=4 * 64 * 4, passing=0)
     assert counted(found, given, ops) == GraphBytes(kept=0, passing=0)
+
+
+@pytest.mark.parametrize("may_copy", [False, True])
+def test_weights_of_merged_gemms_are_held_by_no_graph(may_copy):
+    model, kwargs = qwen2()
+    if not may_copy:
+        lay_out_weights(model)
+    with torch.no_grad():
+        found, call = opened((model, (), kwargs), "decode", "batch=2..4,seq=2..64,cached=2..64")
+        given = example_args(found, *call.at({"batch": 3, "cached": 9}))
+        changed = merge_linears(found.region, may_copy=may_copy)
+    assert changed.changed > 0
+    module = changed.region.graph
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    symbols = symbols_given(placeholders, given)
+    assert graph_bytes(module, symbols).total <= 1.1 * counted(found, given).total  # as wide as two were; both of them lived at once
+    segments = split(module, found.symbols_of("cached"))
+    weights = sum(one.nbytes for one in given if isinstance(one, torch.nn.Parameter))
+    assert sum(graph_bytes(part.module, symbols).kept for part in segments.parts) < 0.2 * weights
 
 
 @pytest.mark.parametrize("maker", [gpt2, qwen2])

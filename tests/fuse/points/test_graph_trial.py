@@ -152,6 +152,15 @@ def test_a_call_that_cannot_be_recorded_is_timed_launch_by_launch_with_the_reaso
     assert name == "cuda-graph" and why.startswith("the driver says no")
 
 
+def test_a_graph_that_would_be_too_large_is_said_to_be(encoding):
+    encoding.options = ApplyOptions(shapes=read_shapes("batch=2..64"), compile=False, graph_bytes=100)
+    workpiece, point = first_piece(encoding, {"batch": 4})
+    recorder = plant(encoding, workpiece, 500, 900)
+    found = timed(encoding, workpiece, point)
+    assert recorder.recorded == 0 and not found.row.in_graph and found.row.ours.median_ns == 900
+    assert found.row.dropped == (("cuda-graph", "it would hold 384 B, and all graphs together may hold 100 B"),)
+
+
 def test_results_that_are_too_large_for_a_graph_are_launched_without_a_word(encoding, recwarn):
     encoding.ranged = Prefill(dims=encoding.ranged.dims, ranges=encoding.ranged.ranges, args=encoding.ranged.args)
     workpiece, point = first_piece(encoding, {"batch": 4})

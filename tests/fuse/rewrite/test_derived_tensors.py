@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.fuse.rewrite.derived_tensors import Held, joined
+from fusion_advisor.fuse.rewrite.derived_tensors import Held, Joined
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 
 
@@ -93,7 +93,7 @@ def parts(memory, *rows):
 def test_joined_tensors_are_viewed_not_copied():
     memory = torch.randn(10, 4)
     a, b, c = parts(memory, 2, 5, 3)
-    call = joined("weight", [b, c])
+    call = Joined("weight", [b, c])
     assert call(b, c).data_ptr() == b.data_ptr()
     assert torch.equal(call(b, c), memory[2:])
     assert call(b, c) is call(b, c)
@@ -105,7 +105,7 @@ def test_joined_tensors_are_viewed_not_copied():
 def test_joined_tensors_that_moved_apart_are_refused_until_they_are_back():
     memory = torch.randn(10, 4)
     a, b = parts(memory, 4, 6)
-    call = joined("weight", [a, b])
+    call = Joined("weight", [a, b])
     with pytest.raises(LayoutChanged, match="no longer"):
         call(a, b.clone())
     assert torch.equal(call(a, b), memory)
@@ -117,4 +117,4 @@ def test_joined_tensors_that_moved_apart_are_refused_until_they_are_back():
 def test_a_joined_view_wants_no_gradient():
     memory = torch.randn(10, 4)
     a, b = map(torch.nn.Parameter, parts(memory, 4, 6))
-    assert not joined("weight", [a, b])(a, b).requires_grad
+    assert not Joined("weight", [a, b])(a, b).requires_grad
