@@ -97,7 +97,8 @@ def test_weights_of_merged_gemms_are_held_by_no_graph(may_copy):
     module = changed.region.graph
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     symbols = symbols_given(placeholders, given)
-    assert graph_bytes(module, symbols).total <= 1.1 * counted(found, given).total  # as wide as two were; both of them lived at once
+    # A merged result is as wide as the two that it replaces, which lived at once.
+    assert graph_bytes(module, symbols).total <= 1.1 * counted(found, given).total
     segments = split(module, found.symbols_of("cached"))
     weights = sum(one.nbytes for one in given if isinstance(one, torch.nn.Parameter))
     assert sum(graph_bytes(part.module, symbols).kept for part in segments.parts) < 0.2 * weights
