@@ -103,6 +103,7 @@ def test_caches_are_filled_and_grow_without_a_trace_and_hold_the_same_bits(folde
     assert all(torch.equal(left, right) for left, right in zip(found, again, strict=True))
 
 
+@pytest.mark.parametrize("folder", [qwen2], indirect=True)  # of a GPT-2 of two layers torch 2.11's masks are half of all launches
 def test_segments_of_a_growing_cache_are_replayed_without_a_trace(folder):
     run, maker = folder
     made, recorder, plan = maker(), FakeRecorder(), load_plan(run)
