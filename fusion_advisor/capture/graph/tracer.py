@@ -70,7 +70,7 @@ class Region:
         route: what runs in its place when the captured call is made again; None for a graph that no dynamo call leads to.
         code: of every function that dynamo looked through for it.
         training_pass: ``forward`` or ``backward`` of a training step; empty in any other.
-        effects: what its call changes in Python that outlives it; its result and its tensors do not count.
+        effects: what its call changes in Python that outlives it, and the ``id`` of the object whose attributes it sets or 0.
         digests: of dynamo's graph, and of the graphs inside it.
     """
 
@@ -83,7 +83,7 @@ class Region:
     route: Route | None = None
     code: tuple[CodeType, ...] = ()
     training_pass: str = ""
-    effects: tuple[str, ...] = ()
+    effects: tuple[tuple[str, int], ...] = ()
     digests: tuple[str, ...] = ()
 
 

@@ -252,7 +252,7 @@ def changed_bench(bench: Bench, changed: Sequence[ChangedRegion]) -> tuple[Bench
     old = bench.live
     live = LiveCapture(
         regions=[one.region for one in changed], breaks=old.breaks, output=old.output, written=old.written, compiled=old.compiled,
-        runs=old.runs,
+        runs=old.runs, results=old.results,
     )  # fmt: skip
     new = Bench(live, on_cuda=bench.on_cuda, timer=bench.timer, rest=bench.rest, record=bench.record)
     moved: dict[int, int] = {}

@@ -34,7 +34,7 @@ _OF_SIZES: dict[str, Callable[..., Any]] = {
     f"size.{one.__name__}": one
     for one in (
         operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.eq, operator.ne, operator.lt,
-        operator.le, operator.gt, operator.ge, torch.sym_min, torch.sym_max,
+        operator.le, operator.gt, operator.ge, torch.sym_min, torch.sym_max, torch.sym_sum,
     )
 }  # fmt: skip
 """What Python does with sizes; dynamo of torch 2.11 asserts ranges of them in the graph."""

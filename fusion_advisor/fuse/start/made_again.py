@@ -23,6 +23,7 @@ from fusion_advisor.fuse.start.code_facts import attributes, find
 from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import decode_graph
 from fusion_advisor.fuse.start.guard_tree import Differs, pattern
+from fusion_advisor.fuse.start.object_changes import ObjectState, Place, setters_of, untold_change
 from fusion_advisor.fuse.start.open_call import Source, sizes_from
 from fusion_advisor.fuse.start.outputs import Make, form_of, furthest, maker, without_places
 from fusion_advisor.fuse.start.record import has_hooks, lasting_change, versions
@@ -118,15 +119,20 @@ def call_again(
     given = given_by(args, kwargs)
     _compare_call(given, row)
     outputs: list[Any] = []
-    original = module_call.original_call(model)
+    set_to: dict[Place, Any] = {}
+    original, state = module_call.original_call(model), ObjectState.of(args, kwargs, given)
 
     def call() -> None:
         outputs[:] = [original(*args, **kwargs)]
+        set_to.update(state.changes())
 
     written = written_by(call, model, args, kwargs, model_id=model_id)
-    changed = lasting_change(written)
+    places = [(str(path), str(name)) for path, name, _ in row["sets"]]
+    changed = lasting_change(written) or untold_change(written, places)
     if changed:
         raise Differs(changed)
+    if set(places) != set_to.keys():
+        raise Differs("the call sets other attributes of what it is given")
     code = find(row["code"])
     _compare_attributes(row["attributes"], attributes(WatchedCode(model, code)))
     frame = frame_of(model)
@@ -138,7 +144,12 @@ def call_again(
     device = next((one.device for one in inputs if isinstance(one, torch.Tensor) and one.device.type != "cpu"), _CPU)
     graph = decode_graph(row["graph"], device, known)
     _compare_inputs(graph, inputs, known)
-    make, expected = _output(row["output"], outputs[0], inputs, given, _numbers_of(graph, known))
+    numbers = _numbers_of(graph, known)
+    make, expected = _made(row["output"], outputs[0], inputs, given, numbers)
+    makes: dict[Place, Make] = {}
+    for place, (*_, form) in zip(places, row["sets"], strict=True):
+        makes[place], found = _made(form, set_to[place], inputs, given, numbers)
+        expected |= found
     route = Route(graph.forward)
     region = Region(
         index=0, graph=graph, original=graph, names=tuple(map(str, row["names"])), roles=tuple(map(str, row["roles"])),
@@ -148,7 +159,8 @@ def call_again(
         raise Differs("start.json.gz has another number of inputs than its graph")
     traced = Traced(
         frame=frame, tree=decode_tree(row["tree"]), pattern=row["pattern"], sources=sources, leaves=tuple(row["leaves"][1:]),
-        inside=tuple(given.inside), sharing=row["inside"][1], make=make,
+        inside=tuple(given.inside), sharing=row["inside"][1], has_objects=bool(given.objects), make=make,
+        setters=setters_of(makes),
     )  # fmt: skip
     untraced = UntracedCall(model, traced, route)
     untraced.read(args, kwargs)
@@ -228,10 +240,10 @@ def _numbers_of(graph: torch.fx.GraphModule, known: OpenSizes | None) -> dict[in
     return {place: value if known is None else known.number_of(value) for place, value in numbers}
 
 
-def _output(
+def _made(
     form: Any, output: Any, inputs: Sequence[Any], given: Given, numbers: Mapping[int, Any]
 ) -> tuple[Make, dict[int, torch.Tensor]]:
-    """Compare an output with the form of the traced one; return what makes it, and its tensors by result."""
+    """Compare an output, or what is set, with the form of the traced one; return what makes it, and its tensors by result."""
     place = {id(value): number for number, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
     objects = {id(value): name for name, value in given.objects.items()}
     now = form_of(output, lambda one: {"input": place[id(one)]} if id(one) in place else {"result": None}, objects)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from fusion_advisor.capture.sizes.open_capture import Dims, OpenCapture, Sizes
 from fusion_advisor.fuse.start.call_tensors import given_by
 from fusion_advisor.fuse.start.guard_tree import Differs
 from fusion_advisor.fuse.start.made_again import call_again, differences_told, results_in
+from fusion_advisor.fuse.start.object_changes import ObjectState, Place
 from fusion_advisor.fuse.start.open_call import CallAt
 from fusion_advisor.fuse.start.outputs import form_of, furthest
 from fusion_advisor.runtime.torch_internals import module_call, symbolic_sizes
@@ -50,11 +51,11 @@ def open_again(model: torch.nn.Module, at: CallAt, row: Mapping[str, Any], dims:
         others = [other for other in small if other != sizes and opened.holds(other)]
         others.sort(key=lambda other: sum(other[name] == size for name, size in sizes.items() if name in other))
         for one in (sizes, *others[:1]):  # where it can be, no size is the same in both
-            _compare(model, opened, at, one, row["output"])
+            _compare(model, opened, at, one, row)
         return opened
 
 
-def _compare(model: torch.nn.Module, opened: OpenCapture, at: CallAt, sizes: Sizes, form: Any) -> None:
+def _compare(model: torch.nn.Module, opened: OpenCapture, at: CallAt, sizes: Sizes, row: Mapping[str, Any]) -> None:
     """Compare the graph at some sizes with the model's own ops, its values' sizes with those that are stored.
 
     Raises:
@@ -68,24 +69,41 @@ def _compare(model: torch.nn.Module, opened: OpenCapture, at: CallAt, sizes: Siz
         objects = {id(value): name for name, value in given.objects.items()}
         return form_of(output, lambda tensor: {"input": known.get(id(tensor), "made")}, objects)
 
-    if sizes == opened.sizes and not opened.live.written.tensors:
-        (args, kwargs), expected = opened.call, opened.live.output  # these ops have run already
+    places = [(path, name) for path, name, _ in row["sets"]]
+    if sizes == opened.sizes and not opened.live.written.tensors and not places:
+        (args, kwargs), expected = opened.call, [opened.live.output]  # these ops have run already
     else:
         args, kwargs = at(sizes)
-        expected = module_call.original_call(model)(*args, **kwargs)
+        state = ObjectState.of(args, kwargs, given_by(args, kwargs))
+        output = module_call.original_call(model)(*args, **kwargs)
+        expected = [output, *_in_order(state.changes(), places)]
     theirs = shape_of(expected, args, kwargs)
     args, kwargs = at(sizes)
+    given = given_by(args, kwargs)
+    state = ObjectState.of(args, kwargs, given)
     route, graph = opened.region.route, opened.region.graph
     assert route is not None
     route.forward = _Measured(graph, opened.symbols(sizes)).run
     try:
-        found = opened.live.untraced(args, kwargs, list(given_by(args, kwargs).leaves.values()))
+        output = opened.live.untraced(args, kwargs, list(given.leaves.values()))
     finally:
         route.forward = graph.forward
-    pairs = dict(results_in(form, found)), dict(results_in(form, expected))
-    problem = furthest(*(list(one.values()) for one in pairs))
+    found = [output, *_in_order(state.changes(), places)]
+    form = {"list": [row["output"], *(form for *_, form in row["sets"])]}
+    problem = furthest(*(list(dict(results_in(form, one)).values()) for one in (found, expected)))
     if problem or shape_of(found, args, kwargs) != theirs:
         raise Differs(f"the stored graph computes something else: {problem or 'another output'}")
+
+
+def _in_order(changes: Mapping[Place, Any], places: Sequence[Place]) -> list[Any]:
+    """Return what a call has set of the objects that it is given.
+
+    Raises:
+        Differs: it set something else.
+    """
+    if changes.keys() != set(places):
+        raise Differs("the call sets other attributes of what it is given")
+    return [changes[place] for place in places]
 
 
 class _Measured(Interpreter):

@@ -3,8 +3,8 @@
 Once for a run: versions, torch's global state, facts of the model (classes, sources, configuration, layouts). Once for each call
 that was captured, which is the example call, and in a plan of ranges one call of each piece: the guards as a tree; the code that
 was traced, by name and digest; the graph; which tensors of the call, of the model, or which sizes its inputs are; the form of the
-output. A piece has three things more: its open sizes, the guards on them, and where it begins and
-ends. Its layouts and guards are expressions of sizes as nested lists.
+output, and of what it sets in the objects that it is given. A piece has three things more: its open sizes, the guards on them,
+and where it begins and ends. Its layouts and guards are expressions of sizes as nested lists.
 
 Compared when it is loaded: all of this with the model and a call of the same sizes; the pieces' ends with those that the guards
 give; the results with those of the model's own ops, a piece's at two sizes. Compared at each call: code, guards, tensors, and for
@@ -21,6 +21,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import encode_graph
 from fusion_advisor.fuse.start.guard_record import recorded
 from fusion_advisor.fuse.start.guard_tree import Differs, Seen, Tree, check, pattern, roots
+from fusion_advisor.fuse.start.object_changes import ObjectState, asked_number, untold_change
 from fusion_advisor.fuse.start.open_call import Call, CallAt, DescribedSizes, Source, described_sizes, other_sizes
 from fusion_advisor.fuse.start.outputs import form_of, holds_number, marked
 from fusion_advisor.fuse.start.tree_text import encode_tree
@@ -51,7 +53,7 @@ from fusion_advisor.runtime.torch_internals import compiled_code, module_call
 from fusion_advisor.workload.load import LoadedWorkload
 
 NAME = "start.json.gz"
-SCHEMA = "fusion-advisor-start/2"
+SCHEMA = "fusion-advisor-start/3"
 
 
 def write_start(loaded: LoadedWorkload, live: LiveCapture, folder: Path, *, pieces: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -168,9 +170,11 @@ def _call_of(
     """
     if dist.is_available() and dist.is_initialized():
         raise CannotDescribe("the step is one of several ranks'")
-    region = _only_region(live)
-    if region.effects:
-        raise CannotDescribe(f"the call changes {region.effects[0]} of Python's")
+    region, given = _only_region(live), given_by(args, kwargs)
+    own = {id(owner) for _, owner, _ in ObjectState.of(args, kwargs, given).before}
+    others = [what for what, owner in region.effects if owner not in own]
+    if others:
+        raise CannotDescribe(f"the call changes {others[0]} of Python's")
     if has_hooks(model):
         raise CannotDescribe("a hook is registered on a module")
     frame = frame_of(model)
@@ -182,13 +186,17 @@ def _call_of(
     variables, space = frame.variables(args, kwargs), frame.function.__globals__
     if not found[0].root.check(variables):
         raise CannotDescribe("the model is not as it was when it was traced")
-    given = given_by(args, kwargs)
-    if opened is not None and given.objects:
-        raise CannotDescribe("the call passes objects, whose numbers are not compared in a range")
     sizes = described_sizes(opened, given)
     tree = recorded(found[0].root, variables, space, given.tensors, sizes.open_at)
+    number = "" if opened is None else asked_number([(node, variables[name]) for name, node in tree.variables.items()], given)
+    if number:
+        raise CannotDescribe(f"the call passes an object, of which the trace had asked for the number `{number}`")
     leaves = list(given.leaves.values())
     places = places_of(region.code, model)
+    made = _made(live, given, other, (args, kwargs))
+    untold = untold_change(live.written, [(path, name) for path, name, _ in made.sets])
+    if untold:
+        raise CannotDescribe(untold)
     return {
         "tree": encode_tree(tree),
         "pattern": _pattern(tree, variables, space),
@@ -202,7 +210,8 @@ def _call_of(
         "sources": _sources(region, given, sizes),
         "leaves": [list(given.leaves), pattern(leaves), [one.requires_grad for one in leaves]],
         "inside": [list(given.inside), sharing(given.tensors), list(given.objects)],
-        "output": _output(live, given, other, (args, kwargs)),
+        "output": made.output,
+        "sets": made.sets,
     }
 
 
@@ -216,18 +225,14 @@ def _only_region(live: LiveCapture) -> Region:
 
 
 def lasting_change(written: Written) -> str:
-    """Say what a call changes in Python that outlives it; empty where it writes to tensors alone.
+    """Say what a call changes in the model that outlives it; empty where it writes to tensors alone.
 
     Args:
         written: by the call.
     """
-    for owner, name, _ in written.attributes:
-        return f"the call sets `{name}` of the {type(owner).__name__} that it is given"
     for _, name, _ in written.modules:
         return f"the call sets `{name}` of the model"
-    if written.contents:
-        return "the call changes a list, a dict or a set of the model"
-    return f"the call puts another tensor in place of `{written.made[0]}`" if written.made else ""
+    return "the call changes a list, a dict or a set of the model" if written.contents else ""
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
@@ -264,8 +269,21 @@ def _pattern(tree: Tree, variables: Mapping[str, Any], space: dict[str, Any]) ->
     return pattern(seen.tensors)
 
 
-def _output(live: LiveCapture, passed: Given, other: Callable[[], Call | None] | None, call: Call) -> Any:
-    """Describe what a call returns; ``other`` makes a call of other sizes, where some are open.
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a call makes of its graph's results.
+
+    Attributes:
+        output: the form of what it returns.
+        sets: path of an object that it is given, name of an attribute, and the form of what it sets.
+    """
+
+    output: Any
+    sets: list[list[Any]]
+
+
+def _made(live: LiveCapture, passed: Given, other: Callable[[], Call | None] | None, call: Call) -> _Made:
+    """Describe what a call returns and sets; ``other`` makes a call of other sizes, where some are open.
 
     Raises:
         CannotDescribe: it holds what means nothing in another process, or a number that may follow from sizes in an unknown way.
@@ -273,18 +291,18 @@ def _output(live: LiveCapture, passed: Given, other: Callable[[], Call | None] |
     kinds = {type(value) for value in _results(live) if value is not None and not isinstance(value, torch.Tensor)}
     if kinds and (other is None or kinds != {int}):
         raise CannotDescribe("its output holds a float or a truth value that the graph computes")
-    if other is None:
-        return _form_of(live, live.output, passed, ())
-    form = _form_at(live, call, passed)
-    if holds_number(form):
+    if other is None and not live.written.attributes:
+        return _Made(_form_of(live, live.output, passed, ()), [])
+    made = _made_at(live, call, passed)
+    if other is not None and holds_number([made.output, [form for *_, form in made.sets]]):
         # Dynamo writes what is the same at all sizes into its code, and reads what is a tensor's size off the tensor.
         another = other()
-        if another is None or _form_at(live, another, given_by(*another)) != form:
+        if another is None or _made_at(live, another, given_by(*another)) != made:
             raise CannotDescribe("its output holds a number, which may follow from a size")
-    return form
+    return made
 
 
-def _form_at(live: LiveCapture, call: Call, passed: Given) -> Any:
+def _made_at(live: LiveCapture, call: Call, passed: Given) -> _Made:
     """Describe what dynamo's code makes of the graph's results in a call: it runs without the graph, with marks for numbers."""
     route, inputs = live.regions[0].route, list[tuple[Any, ...]]()
     assert route is not None and live.compiled is not None
@@ -295,13 +313,16 @@ def _form_at(live: LiveCapture, call: Call, passed: Given) -> Any:
         return results
 
     before, route.forward = route.forward, forward
+    state = ObjectState.of(call[0], call[1], passed)
     try:
         output = live.compiled.call(*call[0], **call[1])
+        if len(inputs) != 1:
+            raise CannotDescribe("a call of other sizes is another graph")
+        sets = [[path, name, _form_of(live, value, passed, inputs[0])] for (path, name), value in state.changes().items()]
+        return _Made(_form_of(live, output, passed, inputs[0]), sets)
     finally:
         route.forward = before
-    if len(inputs) != 1:
-        raise CannotDescribe("a call of other sizes is another graph")
-    return _form_of(live, output, passed, inputs[0])
+        state.restore()
 
 
 def _form_of(live: LiveCapture, output: Any, passed: Given, inputs: Sequence[Any]) -> Any:

@@ -21,6 +21,7 @@ from fusion_advisor.export.copied.call_objects import at
 from fusion_advisor.fuse.direct.direct_call import Frame, unchanged_of
 from fusion_advisor.fuse.start.call_tensors import arguments, sharing
 from fusion_advisor.fuse.start.guard_tree import Differs, Node, Seen, Tree, check, pattern, roots
+from fusion_advisor.fuse.start.object_changes import Setter
 from fusion_advisor.fuse.start.open_call import Source
 from fusion_advisor.fuse.start.outputs import Make
 from fusion_advisor.fuse.start.size_conditions import answer, places_in
@@ -41,7 +42,9 @@ class Traced:
         leaves: of the tensors that the call passes as such, which are one, and which ask for gradients.
         inside: paths of the tensors that objects of the call hold.
         sharing: which of all these share memory.
+        has_objects: the call passes some.
         make: makes the output.
+        setters: set attributes of the call's objects.
     """
 
     frame: Frame
@@ -51,7 +54,9 @@ class Traced:
     leaves: tuple[Any, ...]
     inside: tuple[str, ...]
     sharing: list[int]
+    has_objects: bool
     make: Make
+    setters: tuple[Setter, ...] = ()
 
 
 class UntracedCall:
@@ -121,7 +126,11 @@ class UntracedCall:
             inputs[place] = passed[source]
         for place, source, dim in self._sizes:
             inputs[place] = passed[source].shape[dim]
-        return self._traced.make(self.route(*inputs), inputs, arguments(args, kwargs) if self._traced.inside else kwargs)
+        results, call = self.route(*inputs), arguments(args, kwargs) if self._traced.has_objects else kwargs
+        output = self._traced.make(results, inputs, call)
+        for setter in self._traced.setters:
+            setter.run(results, inputs, call)
+        return output
 
     def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor]) -> None:
         """Compare all that decides whether the graph is this call's.

@@ -145,10 +145,10 @@ def name_self(graph_module: torch.fx.GraphModule) -> None:
             }
 
 
-def lasting_effects() -> tuple[str, ...]:
-    """Return what the call that the backend has in hand changes in Python and what outlives it.
+def lasting_effects() -> tuple[tuple[str, int], ...]:
+    """Return what the call that the backend has in hand changes in Python and what outlives it, in words.
 
-    Its result and its tensors do not count.
+    Each with the ``id`` of the object whose attributes it sets, 0 for all else. Its result and its tensors do not count.
     Dynamo runs the graph and then makes what the call did to lists, dicts and attributes good. What a call sets to what it was
     leaves nothing behind, nor does what it puts into its own ``**kwargs``.
     """
@@ -156,8 +156,8 @@ def lasting_effects() -> tuple[str, ...]:
 
     tx = InstructionTranslator.current_tx()
     effects = tx.output.side_effects
-    found = ["random numbers of Python's own"] if getattr(tx.output, "random_calls", None) else []
-    found += ["hooks of tensors"] if effects.tensor_hooks or effects.save_for_backward else []
+    found = [("random numbers of Python's own", 0)] if getattr(tx.output, "random_calls", None) else []
+    found += [("hooks of tensors", 0)] if effects.tensor_hooks or effects.save_for_backward else []
     code = tx.output.root_tx.f_code
     names = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     own = code.co_varnames[names : names + bool(code.co_flags & inspect.CO_VARKEYWORDS)]
@@ -168,7 +168,7 @@ def lasting_effects() -> tuple[str, ...]:
         name = getattr(var.source, "local_name", None)
         is_call_own = name is not None and kind == "ValueMutationExisting" and name in own
         if not is_call_own and not _sets_what_is_there(var, effects.store_attr_mutations.get(var, {})):
-            found.append(f"a {_kind_of(var)}")
+            found.append((f"a {_kind_of(var)}", id(_value_of(var)) if kind == "AttributeMutationExisting" else 0))
     return tuple(found)
 
 

@@ -264,20 +264,21 @@ def test_the_whole_loop_on_a_real_backend(tmp_path):
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
-def test_the_saved_decode_step_starts_without_a_trace(tmp_path):
+def test_saved_steps_start_without_a_trace(tmp_path):
     run = generate.apply_generate(loaded_generation("gpt2"), quick(keep="verified"))
     (tmp_path / "prefill").mkdir()
     for name, report, capture in (("", run.report, run.capture), *run.parts):
         write_capture(capture, tmp_path / name / "capture.json.gz")
         write_report(report, tmp_path / name / "report.json")
-    # The prefill's call makes the tensors of the cache that it is given.
-    assert run.write_start(tmp_path) == "prefill: the call sets `keys` of the StaticLayer that it is given"
+    assert run.write_start(tmp_path) == ""
     run.revert()
     loaded, before = loaded_generation("gpt2"), frames()
-    step = generate._regimes(loaded, loaded.generation)[1]
-    with torch.no_grad(), apply_plan(step, load_plan(tmp_path)) as fused:
-        fused(**step.kwargs)
-        assert fused.traced_because == "" and frames() == before and fused.fallbacks == {} and fused.launches > 0
+    prefill, decode = generate._regimes(loaded, loaded.generation)
+    # The prefill's call makes the tensors of the cache that it is given.
+    for step, folder in ((prefill, tmp_path / "prefill"), (decode, tmp_path)):
+        with torch.no_grad(), apply_plan(step, load_plan(folder)) as fused:
+            fused(**step.kwargs)
+            assert fused.traced_because == "" and frames() == before and fused.fallbacks == {} and fused.launches > 0
 
 
 def test_profile_measures_both_steps_and_the_whole_call():

@@ -1,0 +1,148 @@
+"""Attributes that a call sets of the objects that it is given: the keys and values that it puts into a KV cache.
+
+Dynamo sets them behind its graph. A start without a trace writes down which they are and which result of the graph each gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_advisor.capture.graph.side_effects import Written
+from fusion_advisor.export.copied.call_objects import at, objects_in
+from fusion_advisor.fuse.start.call_tensors import Given, arguments
+from fusion_advisor.fuse.start.described import CannotDescribe
+from fusion_advisor.fuse.start.guard_tree import Node, reached
+from fusion_advisor.fuse.start.outputs import Make
+
+Place = tuple[str, str]
+"""Path of an object of the call, ``past_key_values.layers.0``, and the name of an attribute."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectState:
+    """What the objects of a call hold, as it is when this is made.
+
+    Attributes:
+        before: path of each object, the object, and its attributes.
+    """
+
+    before: tuple[tuple[str, Any, dict[str, Any]], ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Given) -> ObjectState:
+        """Look at a call.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            given: what they are.
+
+        Raises:
+            CannotDescribe: an object lies where no path leads to.
+        """
+        call = arguments(args, kwargs)
+        found = [(path, owner) for name, value in given.objects.items() for path, owner in objects_in(name, value)]
+        if any(at(path, call) is not owner for path, owner in found):
+            raise CannotDescribe("an object of the call lies in a container that has no places")
+        return cls(tuple((path, owner, dict(vars(owner))) for path, owner in found))
+
+    def changes(self) -> dict[Place, Any]:
+        """Return what has been set since, by place.
+
+        Raises:
+            CannotDescribe: an attribute was deleted.
+        """
+        found: dict[Place, Any] = {}
+        for path, owner, earlier in self.before:
+            now = vars(owner)
+            if not earlier.keys() <= now.keys():
+                raise CannotDescribe("the call deletes an attribute of what it is given")
+            changed = (name for name, value in now.items() if name not in earlier or earlier[name] is not value)
+            found |= {(path, name): now[name] for name in changed}
+        return found
+
+    def restore(self) -> None:
+        """Put back what has been set since."""
+        for _, owner, earlier in self.before:
+            now = vars(owner)
+            for name in now.keys() - earlier.keys():
+                del now[name]
+            now.update(earlier)
+
+
+def untold_change(written: Written, places: Sequence[Place]) -> str:
+    """Say which tensor a call puts in place of another one without setting one of some attributes; empty where none is.
+
+    A list that grows, say, is no attribute that is set.
+
+    Args:
+        written: by the call.
+        places: that it sets.
+    """
+    ends = tuple(f"{path}.{name}" for path, name in places)
+    untold = [name for name in written.made if not any(name.endswith(end) or f"{end}." in name for end in ends)]
+    return f"the call puts another tensor in place of `{untold[0]}`" if untold else ""
+
+
+def asked_number(nodes: Sequence[tuple[Node, Any]], given: Given) -> str:
+    """Return the way to a number of an object of the call that a trace had asked for; empty where it had asked for none.
+
+    Calls of a range are of one form: their objects hold the same but for tensors' sizes, numbers and flags of their own.
+
+    Args:
+        nodes: of the frame's variables, with their values.
+        given: what the call passes.
+    """
+    own = {id(value) for value in given.objects.values()}
+    return next((title for node, value in nodes for title in _asked(node, value, own, is_inside=False)), "")
+
+
+def _asked(node: Node, value: Any, own: set[int], *, is_inside: bool) -> Iterator[str]:
+    is_inside = is_inside or id(value) in own
+    is_flag = isinstance(value, bool) and node.title.rpartition(".")[2].lstrip("['\"").startswith("_")
+    if is_inside and (is_flag or type(value) in (int, float)) and node.facts:
+        yield node.title
+    for kind, text, below in node.below:
+        if not kind.startswith("Type"):  # a class is the same for all calls
+            yield from _asked(below, reached(kind, text, value), own, is_inside=is_inside)
+    items = [*dict.items(value)] if node.items else []
+    for place, (_, item) in node.items.items():
+        if item is not None:
+            yield from _asked(item, items[place][1], own, is_inside=is_inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Setter:
+    """Sets attributes of one object of a call.
+
+    Attributes:
+        path: of the object.
+        makes: name of each attribute, and what makes its value.
+    """
+
+    path: str
+    makes: tuple[tuple[str, Make], ...]
+
+    def run(self, results: Sequence[Any], inputs: Sequence[Any], call: Mapping[str, Any]) -> None:
+        """Set them.
+
+        Args:
+            results: of the graph.
+            inputs: of the graph.
+            call: the call's arguments by place or name.
+        """
+        owner = at(self.path, dict(call))
+        for name, make in self.makes:
+            setattr(owner, name, make(results, inputs, call))
+
+
+def setters_of(makes: Mapping[Place, Make]) -> tuple[Setter, ...]:
+    """Return what sets attributes, one for each object.
+
+    Args:
+        makes: by place, what makes the value.
+    """
+    paths = dict.fromkeys(path for path, _ in makes)
+    return tuple(Setter(one, tuple((name, make) for (path, name), make in makes.items() if path == one)) for one in paths)

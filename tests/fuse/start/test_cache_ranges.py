@@ -1,0 +1,234 @@
+"""Ranges of calls on a KV cache start without a trace: what a call sets in the cache is stored with the graph."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fusion_advisor as fa
+from fusion_advisor.capture.graph.side_effects import Written
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import load_plan
+from fusion_advisor.fuse.plan.size_ranges import read_shapes
+from fusion_advisor.fuse.restore_shapes import restore_shapes
+from fusion_advisor.fuse.shapes.ranged_calls import ranged_calls
+from fusion_advisor.fuse.start.call_tensors import given_by
+from fusion_advisor.fuse.start.described import CannotDescribe
+from fusion_advisor.fuse.start.object_changes import ObjectState, untold_change
+from fusion_advisor.workload.load import describe_live
+from tests.fuse import test_pipeline
+from tests.fuse.cuda_graph.fake_graph import FakeRecorder
+from tests.fuse.start.saved import edit, frames, traced
+from tests.fuse.start.test_ranges import put_in
+from tests.tiny import cache_in, gpt2, qwen2
+
+pytestmark = test_pipeline.pytestmark
+
+RANGES = "batch=2..4,seq=2..16,cached=2..24"
+
+
+def saved(made, folder):
+    """A plan of ranges, with every rewrite that passes."""
+    model, kwargs = made
+    fa.apply(model, kwargs, shapes=RANGES, keep="verified", compile=False, run_dir=folder).revert()
+    return folder
+
+
+@pytest.fixture(scope="module", params=[qwen2, gpt2])
+def folder(request, tmp_path_factory):
+    return saved(request.param(), tmp_path_factory.mktemp("caches") / "run"), request.param
+
+
+def calls_of(made):
+    model, kwargs = made
+    return {one.name: one for one in ranged_calls(describe_live(model, (), kwargs), read_shapes(RANGES))}
+
+
+def step_on(kwargs, cached, step):
+    """The next token of a growing cache."""
+    ids = torch.full_like(kwargs["input_ids"], 3 + step)
+    given = {**kwargs, "input_ids": ids}
+    if given.get("position_ids") is not None:
+        given["position_ids"] = torch.full_like(given["position_ids"], cached)
+    if given.get("attention_mask") is not None:
+        given["attention_mask"] = ids.new_ones((len(ids), cached + 1))
+    return given
+
+
+def everything_of(call, calls):
+    """What calls return and leave in their caches: prefills, a cache that grows, a static one."""
+    found = []
+    for batch, seq in ((2, 2), (3, 7), (4, 16)):
+        torch.manual_seed(seq)
+        _, kwargs = calls["prefill"].at({"batch": batch, "seq": seq})
+        found += [call(**kwargs).logits, *layers_of(kwargs)]
+    for name in ("decode", "padded decode"):
+        torch.manual_seed(5)
+        _, kwargs = calls[name].at({"batch": 3, "cached": 4}) if name in calls else (None, None)
+        for step in range(5 if kwargs else 0):
+            found.append(call(**step_on(kwargs, 4 + step, step)).logits)
+        found += layers_of(kwargs or {})
+    torch.manual_seed(6)
+    _, kwargs = calls["static decode"].at({"batch": 2, "room": 12})
+    return [*found, call(**kwargs).logits, *layers_of(kwargs)]
+
+
+def layers_of(kwargs):
+    layers = cache_in(kwargs).layers if kwargs and any(hasattr(value, "layers") for value in kwargs.values()) else []
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+
+
+def test_caches_are_filled_and_grow_without_a_trace_and_hold_the_same_bits(folder):
+    run, maker = folder
+    plan, before = load_plan(run), frames()
+    assert [row.get("why") for row in plan.start["pieces"]] == [None] * len(plan.start["pieces"])
+    assert any(row["sets"] for row in plan.start["pieces"])
+    made = maker()
+    calls = calls_of(made)
+    with torch.no_grad(), put_in(describe_live(made[0], (), made[1]), plan) as fused:
+        found = everything_of(fused, calls)
+        assert fused.traced_because == "" and fused.fallbacks == {} and frames() == before
+    expected = everything_of(made[0], calls)
+    for ours, own in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+    with torch.no_grad(), put_in(describe_live(made[0], (), made[1]), traced(plan)) as fused:
+        again = everything_of(fused, calls)
+        assert frames() != before
+    assert all(torch.equal(left, right) for left, right in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("folder", [qwen2], indirect=True)  # of a GPT-2 of two layers torch 2.11's masks are half of all launches
+def test_segments_of_a_growing_cache_are_replayed_without_a_trace(folder):
+    run, maker = folder
+    made, recorder, plan = maker(), FakeRecorder(), load_plan(run)
+    loaded, calls = describe_live(made[0], (), made[1]), calls_of(made)
+    fused = apply_plan(loaded, plan)
+    fused.graphs = Graphs(recorder)
+    restore_shapes(fused, loaded, plan)
+    name = "decode" if "decode" in calls else "padded decode"
+    results = []
+    with torch.no_grad(), fused:
+        before = frames()
+        for run_again in (False, True):
+            fused.graphs.is_on = not run_again
+            torch.manual_seed(1)
+            _, kwargs = calls[name].at({"batch": 3, "cached": 4})
+            logits = [fused(**step_on(kwargs, 4 + step, step)).logits for step in range(6)]
+            results.append([*logits, *layers_of(kwargs)])
+        assert recorder.recorded > 1 and recorder.replayed > 4 * recorder.recorded - recorder.recorded - 1
+        assert fused.traced_because == "" and fused.fallbacks == {} and frames() == before
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_tokens_are_generated_on_a_pool_without_a_trace(folder):
+    run, maker = folder
+    made, plan = maker(), load_plan(run)
+    prompt, given = made[1]["input_ids"][:, :5], {"max_new_tokens": 6, "do_sample": False}
+    expected = made[0].generate(prompt, **given)
+    with torch.no_grad(), put_in(describe_live(made[0], (), made[1]), plan) as fused:
+        before = frames()
+        assert torch.equal(fused.generate(prompt, **given), expected)
+        assert frames() == before and fused.traced_because == ""
+
+
+def swapped(row):
+    """Keys get what values should, and the other way round."""
+    keys, values = (next(one for one in row["sets"] if one[1] == name) for name in ("keys", "values"))
+    keys[2], values[2] = values[2], keys[2]
+
+
+DAMAGES = {
+    "keys and values in turn": swapped,
+    "an attribute less": lambda row: row["sets"].pop(),
+    "one that no call sets": lambda row: row["sets"].append(["past_key_values", "__class__", None]),
+    "a path that leads nowhere": lambda row: row["sets"][0].__setitem__(0, "past_key_values.layers.9"),
+    "a constant for keys": lambda row: row["sets"][0].__setitem__(2, 3),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_a_file_says_of_sets_is_compared_with_the_models_own_ops(name, folder, tmp_path):
+    run, maker = folder
+    shutil.copytree(run, tmp_path / "run")
+
+    def change(start):
+        for row in start["pieces"]:
+            if row.get("sets"):
+                DAMAGES[name](row)
+
+    edit(tmp_path / "run", change)
+    made = maker()
+    calls, before = calls_of(made), frames()
+    with torch.no_grad(), put_in(describe_live(made[0], (), made[1]), tmp_path / "run") as fused:
+        assert fused.traced_because and frames() != before
+        for ours, own in zip(everything_of(fused, calls), everything_of(made[0]._call_impl, calls), strict=True):
+            torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+
+
+# -- objects of another kind ---------------------------------------------------------------------------------------------------
+
+
+class State:
+    """What a recurrent model remembers."""
+
+    def __init__(self, batch, seen=0):
+        self.hidden, self.seen, self._is_new = torch.zeros(batch, 8), seen, True
+
+
+class Recurrent(torch.nn.Module):
+    """Sets a tensor of its state; ``asks`` says which number of it decides what is computed."""
+
+    def __init__(self, asks=""):
+        super().__init__()
+        torch.manual_seed(2)
+        self.step, self.asks = torch.nn.Linear(16, 8), asks
+
+    def forward(self, x, state):
+        """Run it."""
+        if self.asks and getattr(state, self.asks):
+            x = x * 2
+        state.hidden = torch.tanh(self.step(torch.cat([x, state.hidden], 1)))
+        return torch.nn.functional.gelu(state.hidden) + 1
+
+
+@pytest.mark.parametrize("asks", ["", "seen", "_is_new"])
+def test_a_number_of_an_object_that_the_trace_had_asked_for_is_no_part_of_a_range(asks, tmp_path):
+    dims = {"x": ("batch=2..9", None), "state.hidden": ("batch=2..9", None)}
+    given = {"x": torch.randn(5, 8), "state": State(5)}
+    fa.apply(Recurrent(asks).eval(), given, shapes=dims, keep="verified", compile=False, run_dir=tmp_path).revert()
+    rows = json.loads(gzip.decompress((tmp_path / "start.json.gz").read_bytes())).get("pieces", [])
+    assert rows and all(bool(row.get("why")) is bool(asks) for row in rows), [row.get("why") for row in rows]
+    assert all(asks in row.get("why", "") for row in rows)
+    with torch.no_grad(), put_in(describe_live(Recurrent(asks).eval(), (), given), tmp_path) as fused:
+        for batch, seen in ((2, 0), (7, 3), (9, 0)):
+            x, state, own = torch.randn(batch, 8), State(batch, seen), State(batch, seen)
+            for _ in range(3):
+                found, expected = fused(x=x, state=state), Recurrent(asks)(x, own)
+                torch.testing.assert_close((found, state.hidden), (expected, own.hidden), rtol=1e-4, atol=1e-5)
+        assert asks or fused.traced_because == ""
+
+
+def test_changes_of_objects_are_seen_and_put_back():
+    held = SimpleNamespace(layers=[SimpleNamespace(keys=None, size=3)], name="cache")
+    kwargs = {"cache": held}
+    state = ObjectState.of((), kwargs, given_by((), kwargs))
+    held.layers[0].keys, held.layers[0].more = torch.ones(2), 1
+    assert {place: value for place, value in state.changes().items() if place[1] == "more"} == {("cache.layers.0", "more"): 1}
+    assert [*state.changes()] == [("cache.layers.0", "keys"), ("cache.layers.0", "more")]
+    state.restore()
+    assert vars(held.layers[0]) == {"keys": None, "size": 3}
+    del held.layers[0].size
+    with pytest.raises(CannotDescribe, match="deletes an attribute"):
+        state.changes()
+
+
+def test_a_tensor_in_a_list_is_none_that_is_set():
+    written = Written(made=("cache.layers.0.keys", "cache.all.3"))
+    assert untold_change(written, [("cache.layers.0", "keys")]) == "the call puts another tensor in place of `cache.all.3`"
+    assert untold_change(written, [("cache.layers.0", "keys"), ("cache", "all")]) == ""
