@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -206,3 +208,18 @@ def _encode(value: Any, index_of: Mapping[Node, int], number: SizeNumbers) -> Ar
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return f"{type(value).__name__}:{value}"
+
+
+def hash_of(ops: Sequence[OpNode]) -> str:
+    """Return what is equal for equal graphs, wherever in their memory the model's tensors begin: ``lay_out_weights`` moves them.
+
+    Args:
+        ops: of a graph.
+    """
+    return hashlib.sha256(repr([_without_place(op) for op in ops]).encode()).hexdigest()[:32]
+
+
+def _without_place(op: OpNode) -> OpNode:
+    is_held = op.role in ("parameter", "buffer")
+    outputs = tuple(replace(one, offset=0) for one in op.outputs) if is_held else op.outputs
+    return replace(op, source_file="", source_line=0, source_text="", module_path="", outputs=outputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fusion_advisor.autotune.build_ahead import BuildAhead
 from fusion_advisor.capture.graph.fx_nodes import tensors_of
-from fusion_advisor.capture.graph.op_records import SizeNumbers, describe, tensor_metas
+from fusion_advisor.capture.graph.op_records import SizeNumbers, describe, hash_of, tensor_metas
 from fusion_advisor.capture.sizes.open_capture import OpenCapture, Sizes, base_of, dim_size
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed
@@ -116,8 +115,7 @@ class Workpiece:
 
     def graph_hash(self) -> str:
         """Return what is equal for equal graphs: a hash of the records at the sizes that were traced."""
-        plain = [replace(op, source_file="", source_line=0, source_text="", module_path="") for op in self.ops]
-        return hashlib.sha256(repr(plain).encode()).hexdigest()[:32]
+        return hash_of(self.ops)
 
     def forget_records(self) -> None:
         """Drop all records: every fusion has its program."""

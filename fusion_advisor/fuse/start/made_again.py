@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.graph.side_effects import written_by
+from fusion_advisor.capture.graph.side_effects import Written, written_by
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Route, Run, refuse_own_ops
 from fusion_advisor.capture.sizes.open_capture import Sizes
 from fusion_advisor.export.copied import model_facts
@@ -118,21 +118,8 @@ def call_again(
     """
     given = given_by(args, kwargs)
     _compare_call(given, row)
-    outputs: list[Any] = []
-    set_to: dict[Place, Any] = {}
-    original, state = module_call.original_call(model), ObjectState.of(args, kwargs, given)
-
-    def call() -> None:
-        outputs[:] = [original(*args, **kwargs)]
-        set_to.update(state.changes())
-
-    written = written_by(call, model, args, kwargs, model_id=model_id)
     places = [(str(path), str(name)) for path, name, _ in row["sets"]]
-    changed = lasting_change(written) or untold_change(written, places)
-    if changed:
-        raise Differs(changed)
-    if set(places) != set_to.keys():
-        raise Differs("the call sets other attributes of what it is given")
+    output, set_to, written = _own_ops(model, args, kwargs, given, places, model_id)
     code = find(row["code"])
     _compare_attributes(row["attributes"], attributes(WatchedCode(model, code)))
     frame = frame_of(model)
@@ -145,7 +132,7 @@ def call_again(
     graph = decode_graph(row["graph"], device, known)
     _compare_inputs(graph, inputs, known)
     numbers = _numbers_of(graph, known)
-    make, expected = _made(row["output"], outputs[0], inputs, given, numbers)
+    make, expected = _made(row["output"], output, inputs, given, numbers)
     makes: dict[Place, Make] = {}
     for place, (*_, form) in zip(places, row["sets"], strict=True):
         makes[place], found = _made(form, set_to[place], inputs, given, numbers)
@@ -160,12 +147,37 @@ def call_again(
     traced = Traced(
         frame=frame, tree=decode_tree(row["tree"]), pattern=row["pattern"], sources=sources, leaves=tuple(row["leaves"][1:]),
         inside=tuple(given.inside), sharing=row["inside"][1], has_objects=bool(given.objects), make=make,
-        setters=setters_of(makes),
+        numbers=tuple((str(path), str(name), value) for path, name, value in row["numbers"]), setters=setters_of(makes),
     )  # fmt: skip
     untraced = UntracedCall(model, traced, route)
     untraced.read(args, kwargs)
     runs = [Run(0, inputs)]
-    return LiveCapture(regions=[region], output=outputs[0], written=written, runs=runs, untraced=untraced), expected, known
+    return LiveCapture(regions=[region], output=output, written=written, runs=runs, untraced=untraced), expected, known
+
+
+def _own_ops(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Given, places: Sequence[Place], model_id: str
+) -> tuple[Any, dict[Place, Any], Written]:  # fmt: skip
+    """Make a call by the model's own ops; return its output, what it sets at some places, and what it writes, put back.
+
+    Raises:
+        Differs: it sets other attributes of what it is given, or changes something else that outlives it.
+    """
+    outputs: list[Any] = []
+    set_to: dict[Place, Any] = {}
+    original, state = module_call.original_call(model), ObjectState.of(args, kwargs, given)
+
+    def call() -> None:
+        outputs[:] = [original(*args, **kwargs)]
+        set_to.update(state.changes())
+
+    written = written_by(call, model, args, kwargs, model_id=model_id)
+    changed = lasting_change(written) or untold_change(written, places)
+    if changed:
+        raise Differs(changed)
+    if set(places) != set_to.keys():
+        raise Differs("the call sets other attributes of what it is given")
+    return outputs[0], set_to, written
 
 
 _CPU = torch.device("cpu")

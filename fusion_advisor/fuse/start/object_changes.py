@@ -13,7 +13,7 @@ from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.export.copied.call_objects import at, objects_in
 from fusion_advisor.fuse.start.call_tensors import Given, arguments
 from fusion_advisor.fuse.start.described import CannotDescribe
-from fusion_advisor.fuse.start.guard_tree import Node, reached
+from fusion_advisor.fuse.start.guard_tree import Differs, Node, reached
 from fusion_advisor.fuse.start.outputs import Make
 
 Place = tuple[str, str]
@@ -86,31 +86,78 @@ def untold_change(written: Written, places: Sequence[Place]) -> str:
     return f"the call puts another tensor in place of `{untold[0]}`" if untold else ""
 
 
-def asked_number(nodes: Sequence[tuple[Node, Any]], given: Given) -> str:
-    """Return the way to a number of an object of the call that a trace had asked for; empty where it had asked for none.
+Number = tuple[str, str, bool | int | float]
+"""Path of an object, name of an attribute, and its value."""
+
+
+def asked_numbers(nodes: Sequence[tuple[Node, Any]], state: ObjectState) -> list[Number]:
+    """Return the numbers of the call's objects that a trace had asked for: the window of a cache, how many tokens it has seen.
 
     Calls of a range are of one form: their objects hold the same but for tensors' sizes, numbers and flags of their own.
 
     Args:
         nodes: of the frame's variables, with their values.
-        given: what the call passes.
+        state: the objects of the call.
+
+    Raises:
+        CannotDescribe: one is no attribute of an object.
     """
-    own = {id(value) for value in given.objects.values()}
-    return next((title for node, value in nodes for title in _asked(node, value, own, is_inside=False)), "")
+    paths = {id(owner): path for path, owner, _ in state.before}
+    return list(dict.fromkeys(found for node, value in nodes for found in _asked(node, value, paths, "", "")))
 
 
-def _asked(node: Node, value: Any, own: set[int], *, is_inside: bool) -> Iterator[str]:
-    is_inside = is_inside or id(value) in own
-    is_flag = isinstance(value, bool) and node.title.rpartition(".")[2].lstrip("['\"").startswith("_")
-    if is_inside and (is_flag or type(value) in (int, float)) and node.facts:
-        yield node.title
+def _asked(node: Node, value: Any, paths: Mapping[int, str], path: str, name: str) -> Iterator[Number]:
+    """Yield the numbers below a node; ``path`` is of the object that it lies in, ``name`` of the attribute, where it is one."""
+    is_flag = isinstance(value, bool) and name.startswith("_")
+    if path and node.facts and (is_flag or type(value) in (int, float)):
+        if not name:
+            raise CannotDescribe(f"the trace had asked for a number in an object that the call passes, `{node.title}`")
+        yield path, name, value
+    own = paths.get(id(value), "")
     for kind, text, below in node.below:
-        if not kind.startswith("Type"):  # a class is the same for all calls
-            yield from _asked(below, reached(kind, text, value), own, is_inside=is_inside)
+        inner = reached(kind, text, value)
+        if kind.startswith("Type"):
+            continue  # a class is the same for all calls
+        if own and inner is vars(value):
+            yield from _below_attributes(below, inner, paths, own)
+        else:
+            yield from _asked(below, inner, paths, own or path, text if own else "")
+    yield from _items(node, value, paths, path)
+
+
+def _below_attributes(node: Node, table: dict[str, Any], paths: Mapping[int, str], path: str) -> Iterator[Number]:
+    for kind, text, below in node.below:
+        yield from _asked(below, reached(kind, text, table), paths, path, text.strip("'\""))
+    items = [*table.items()] if node.items else []
+    for place, (_, item) in node.items.items():
+        if item is not None:
+            yield from _asked(item, items[place][1], paths, path, items[place][0])
+
+
+def _items(node: Node, value: Any, paths: Mapping[int, str], path: str) -> Iterator[Number]:
     items = [*dict.items(value)] if node.items else []
     for place, (_, item) in node.items.items():
         if item is not None:
-            yield from _asked(item, items[place][1], own, is_inside=is_inside)
+            yield from _asked(item, items[place][1], paths, path, "")
+
+
+def compare_numbers(numbers: Sequence[Number], call: Mapping[str, Any]) -> None:
+    """Compare the numbers of a call's objects with those of the traced one.
+
+    Args:
+        numbers: from :func:`asked_numbers`.
+        call: arguments by place or name.
+
+    Raises:
+        Differs: one is another number.
+    """
+    owner, last = None, ""
+    for path, name, value in numbers:
+        if path != last:
+            owner, last = at(path, call), path
+        now = getattr(owner, name, None)
+        if now != value or type(now) is not type(value):
+            raise Differs(f"`{path}.{name}` is {now}, and was {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +180,7 @@ class Setter:
             inputs: of the graph.
             call: the call's arguments by place or name.
         """
-        owner = at(self.path, dict(call))
+        owner = at(self.path, call)
         for name, make in self.makes:
             setattr(owner, name, make(results, inputs, call))
 

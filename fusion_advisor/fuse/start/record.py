@@ -42,7 +42,7 @@ from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import encode_graph
 from fusion_advisor.fuse.start.guard_record import recorded
 from fusion_advisor.fuse.start.guard_tree import Differs, Seen, Tree, check, pattern, roots
-from fusion_advisor.fuse.start.object_changes import ObjectState, asked_number, untold_change
+from fusion_advisor.fuse.start.object_changes import ObjectState, asked_numbers, untold_change
 from fusion_advisor.fuse.start.open_call import Call, CallAt, DescribedSizes, Source, described_sizes, other_sizes
 from fusion_advisor.fuse.start.outputs import form_of, holds_number, marked
 from fusion_advisor.fuse.start.tree_text import encode_tree
@@ -171,7 +171,8 @@ def _call_of(
     if dist.is_available() and dist.is_initialized():
         raise CannotDescribe("the step is one of several ranks'")
     region, given = _only_region(live), given_by(args, kwargs)
-    own = {id(owner) for _, owner, _ in ObjectState.of(args, kwargs, given).before}
+    state = ObjectState.of(args, kwargs, given)
+    own = {id(owner) for _, owner, _ in state.before}
     others = [what for what, owner in region.effects if owner not in own]
     if others:
         raise CannotDescribe(f"the call changes {others[0]} of Python's")
@@ -188,9 +189,7 @@ def _call_of(
         raise CannotDescribe("the model is not as it was when it was traced")
     sizes = described_sizes(opened, given)
     tree = recorded(found[0].root, variables, space, given.tensors, sizes.open_at)
-    number = "" if opened is None else asked_number([(node, variables[name]) for name, node in tree.variables.items()], given)
-    if number:
-        raise CannotDescribe(f"the call passes an object, of which the trace had asked for the number `{number}`")
+    numbers = [] if opened is None else asked_numbers([(node, variables[name]) for name, node in tree.variables.items()], state)
     leaves = list(given.leaves.values())
     places = places_of(region.code, model)
     made = _made(live, given, other, (args, kwargs))
@@ -212,6 +211,7 @@ def _call_of(
         "inside": [list(given.inside), sharing(given.tensors), list(given.objects)],
         "output": made.output,
         "sets": made.sets,
+        "numbers": numbers,
     }
 
 

@@ -21,7 +21,7 @@ from fusion_advisor.export.copied.call_objects import at
 from fusion_advisor.fuse.direct.direct_call import Frame, unchanged_of
 from fusion_advisor.fuse.start.call_tensors import arguments, sharing
 from fusion_advisor.fuse.start.guard_tree import Differs, Node, Seen, Tree, check, pattern, roots
-from fusion_advisor.fuse.start.object_changes import Setter
+from fusion_advisor.fuse.start.object_changes import Number, Setter, compare_numbers
 from fusion_advisor.fuse.start.open_call import Source
 from fusion_advisor.fuse.start.outputs import Make
 from fusion_advisor.fuse.start.size_conditions import answer, places_in
@@ -43,6 +43,7 @@ class Traced:
         inside: paths of the tensors that objects of the call hold.
         sharing: which of all these share memory.
         has_objects: the call passes some.
+        numbers: of these objects, that a trace of open sizes had asked for.
         make: makes the output.
         setters: set attributes of the call's objects.
     """
@@ -55,6 +56,7 @@ class Traced:
     inside: tuple[str, ...]
     sharing: list[int]
     has_objects: bool
+    numbers: tuple[Number, ...]
     make: Make
     setters: tuple[Setter, ...] = ()
 
@@ -110,6 +112,8 @@ class UntracedCall:
             self._look(args, kwargs, leaves)
             inside = self._inside(args, kwargs, leaves, objects) if self._traced.inside else []
             passed = [*leaves, *inside]
+            call = arguments(args, kwargs) if self._traced.has_objects else kwargs
+            compare_numbers(self._traced.numbers, call)
             if self._traced.tree.conditions:
                 self._compare_sizes(passed)
         except Differs as difference:
@@ -126,7 +130,7 @@ class UntracedCall:
             inputs[place] = passed[source]
         for place, source, dim in self._sizes:
             inputs[place] = passed[source].shape[dim]
-        results, call = self.route(*inputs), arguments(args, kwargs) if self._traced.has_objects else kwargs
+        results = self.route(*inputs)
         output = self._traced.make(results, inputs, call)
         for setter in self._traced.setters:
             setter.run(results, inputs, call)

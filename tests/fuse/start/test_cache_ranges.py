@@ -137,6 +137,20 @@ def test_tokens_are_generated_on_a_pool_without_a_trace(folder):
         assert frames() == before and fused.traced_because == ""
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("folder", [qwen2], indirect=True)
+def test_a_model_whose_weights_were_laid_out_since_takes_the_plan(folder, is_traced):
+    run, maker = folder
+    made, plan = maker(), load_plan(run)
+    assert fa.lay_out_weights(made[0]) > 0
+    calls = calls_of(made)
+    with torch.no_grad(), put_in(describe_live(made[0], (), made[1]), traced(plan) if is_traced else plan) as fused:
+        found = everything_of(fused, calls)
+        assert bool(fused.traced_because) is is_traced and fused.fallbacks == {}
+    for ours, own in zip(found, everything_of(made[0], calls), strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+
+
 def swapped(row):
     """Keys get what values should, and the other way round."""
     keys, values = (next(one for one in row["sets"] if one[1] == name) for name in ("keys", "values"))
@@ -178,7 +192,7 @@ class State:
     """What a recurrent model remembers."""
 
     def __init__(self, batch, seen=0):
-        self.hidden, self.seen, self._is_new = torch.zeros(batch, 8), seen, True
+        self.hidden, self.seen, self._is_new, self.counts = torch.zeros(batch, 8), seen, True, [0]
 
 
 class Recurrent(torch.nn.Module):
@@ -191,27 +205,33 @@ class Recurrent(torch.nn.Module):
 
     def forward(self, x, state):
         """Run it."""
-        if self.asks and getattr(state, self.asks):
+        number = getattr(state, self.asks) if self.asks else 0
+        if number[0] if isinstance(number, list) else number:
             x = x * 2
         state.hidden = torch.tanh(self.step(torch.cat([x, state.hidden], 1)))
         return torch.nn.functional.gelu(state.hidden) + 1
 
 
-@pytest.mark.parametrize("asks", ["", "seen", "_is_new"])
-def test_a_number_of_an_object_that_the_trace_had_asked_for_is_no_part_of_a_range(asks, tmp_path):
+@pytest.mark.parametrize(
+    ("asks", "numbers"), [("", []), ("seen", [["state", "seen", 0]]), ("_is_new", [["state", "_is_new", True]]), ("counts", None)]
+)
+def test_numbers_of_objects_that_the_trace_had_asked_for_are_compared_at_each_call(asks, numbers, tmp_path):
     dims = {"x": ("batch=2..9", None), "state.hidden": ("batch=2..9", None)}
     given = {"x": torch.randn(5, 8), "state": State(5)}
     fa.apply(Recurrent(asks).eval(), given, shapes=dims, keep="verified", compile=False, run_dir=tmp_path).revert()
-    rows = json.loads(gzip.decompress((tmp_path / "start.json.gz").read_bytes())).get("pieces", [])
-    assert rows and all(bool(row.get("why")) is bool(asks) for row in rows), [row.get("why") for row in rows]
-    assert all(asks in row.get("why", "") for row in rows)
+    rows = json.loads(gzip.decompress((tmp_path / "start.json.gz").read_bytes()))["pieces"]
+    assert rows and all(row.get("numbers") == numbers for row in rows)
+    assert all(bool(row.get("why")) is (numbers is None) for row in rows), [row.get("why") for row in rows]
     with torch.no_grad(), put_in(describe_live(Recurrent(asks).eval(), (), given), tmp_path) as fused:
+        started = fused.traced_because
+        assert bool(started) is (numbers is None) and (not started or asks in started)
         for batch, seen in ((2, 0), (7, 3), (9, 0)):
             x, state, own = torch.randn(batch, 8), State(batch, seen), State(batch, seen)
             for _ in range(3):
                 found, expected = fused(x=x, state=state), Recurrent(asks)(x, own)
                 torch.testing.assert_close((found, state.hidden), (expected, own.hidden), rtol=1e-4, atol=1e-5)
-        assert asks or fused.traced_because == ""
+        changed = "`state.seen` is 3, and was 0" if asks == "seen" else started
+        assert fused.traced_because == changed
 
 
 def test_changes_of_objects_are_seen_and_put_back():
