@@ -100,7 +100,8 @@ def serve_shapes(
         The record of it, and what each piece needs to start without a trace.
     """
     assert options.shapes is not None
-    limit = limit or TimeLimit(options.ranges_limit_s("cuda" if loaded.record.device.startswith("cuda") else "cpu"))
+    hint = ", without --quick they have no limit" if options.budgets.ranges_s is None else ""
+    limit = limit or TimeLimit(options.ranges_limit_s("cuda" if loaded.record.device.startswith("cuda") else "cpu"), hint=hint)
     started = time.perf_counter()
     original = module_call.original_call(loaded.model)
     passed = PassedChecks()

@@ -22,10 +22,12 @@ class TimeLimit:
     Attributes:
         limit_s: infinite where there is no limit.
         clock: tells the time in seconds.
+        hint: what gives more time, with a comma ahead; empty where nothing does.
     """
 
     limit_s: float = math.inf
     clock: Callable[[], float] = time.perf_counter
+    hint: str = ""
     _started_s: float = field(init=False)
     _longest_s: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -40,7 +42,7 @@ class TimeLimit:
     @property
     def sentence(self) -> str:
         """Why something was left out."""
-        return f"the {self.limit_s:g} s for all ranges were over"
+        return f"the {self.limit_s:g} s for all ranges were over{self.hint}"
 
     def has_room_for(self, work: str) -> bool:
         """Whether work of a kind may begin: what it took at most so far is left, or anything where it was never done.

@@ -53,6 +53,12 @@ def test_trials_end_at_the_limit(clock):
         progress.step(1, 9, "F2")
 
 
+def test_what_gives_more_time_is_said(clock):
+    assert TimeLimit(150.0, clock).sentence == "the 150 s for all ranges were over"
+    limit = TimeLimit(150.0, clock, ", without --quick they have no limit")
+    assert limit.sentence == "the 150 s for all ranges were over, without --quick they have no limit"
+
+
 def test_only_a_quick_run_has_a_limit_unless_one_is_given():
     assert TimeLimit().left_s == math.inf
     assert ApplyOptions().ranges_limit_s("cuda") == ApplyOptions(effort="thorough").ranges_limit_s("cpu") == math.inf
