@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import shutil
@@ -12,6 +13,7 @@ import torch
 
 import fusion_advisor as fa
 from fusion_advisor.capture.graph.side_effects import Written
+from fusion_advisor.capture.graph.tracer import Route
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
@@ -101,6 +103,15 @@ def test_caches_are_filled_and_grow_without_a_trace_and_hold_the_same_bits(folde
         again = everything_of(fused, calls)
         assert frames() != before
     assert all(torch.equal(left, right) for left, right in zip(found, again, strict=True))
+
+
+def test_results_at_the_largest_sizes_are_let_go(folder):
+    run, maker = folder
+    made = maker()
+    with torch.no_grad(), put_in(describe_live(made[0], (), made[1]), run) as fused:
+        routes = [one for one in gc.get_objects() if type(one) is Route]
+        assert len(routes) >= len(fused.report.shapes.pieces)
+        assert all(route.results is None and route.seen is None for route in routes)
 
 
 @pytest.mark.parametrize("folder", [qwen2], indirect=True)  # of a GPT-2 of two layers torch 2.11's masks are half of all launches
