@@ -23,7 +23,7 @@ from fusion_advisor.fuse.start.code_facts import attributes, find
 from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import decode_graph
 from fusion_advisor.fuse.start.guard_tree import Differs, pattern
-from fusion_advisor.fuse.start.object_changes import ObjectState, Place, setters_of, untold_change
+from fusion_advisor.fuse.start.object_changes import ObjectState, Place, in_order, setters_of, untold_change
 from fusion_advisor.fuse.start.open_call import Source, sizes_from
 from fusion_advisor.fuse.start.outputs import Make, form_of, furthest, maker, without_places
 from fusion_advisor.fuse.start.record import has_hooks, lasting_change, versions
@@ -161,7 +161,7 @@ def _own_ops(
     """Make a call by the model's own ops; return its output, what it sets at some places, and what it writes, put back.
 
     Raises:
-        Differs: it sets other attributes of what it is given, or changes something else that outlives it.
+        Differs: it sets other attributes, or something else that it changes outlives it.
     """
     outputs: list[Any] = []
     set_to: dict[Place, Any] = {}
@@ -175,8 +175,7 @@ def _own_ops(
     changed = lasting_change(written) or untold_change(written, places)
     if changed:
         raise Differs(changed)
-    if set(places) != set_to.keys():
-        raise Differs("the call sets other attributes of what it is given")
+    in_order(set_to, places)
     return outputs[0], set_to, written
 
 

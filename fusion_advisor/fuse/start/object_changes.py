@@ -58,7 +58,7 @@ class ObjectState:
         for path, owner, earlier in self.before:
             now = vars(owner)
             if not earlier.keys() <= now.keys():
-                raise CannotDescribe("the call deletes an attribute of what it is given")
+                raise CannotDescribe("the call deletes an attribute of an object that it passes")
             changed = (name for name, value in now.items() if name not in earlier or earlier[name] is not value)
             found |= {(path, name): now[name] for name in changed}
         return found
@@ -70,6 +70,21 @@ class ObjectState:
             for name in now.keys() - earlier.keys():
                 del now[name]
             now.update(earlier)
+
+
+def in_order(changes: Mapping[Place, Any], places: Sequence[Place]) -> list[Any]:
+    """Return what a call has set, in the order of some places.
+
+    Args:
+        changes: from :meth:`ObjectState.changes`.
+        places: that a call like it sets.
+
+    Raises:
+        Differs: it set other attributes.
+    """
+    if changes.keys() != set(places):
+        raise Differs("the call sets other attributes of its objects than the traced one")
+    return [changes[place] for place in places]
 
 
 def untold_change(written: Written, places: Sequence[Place]) -> str:
@@ -128,17 +143,16 @@ def _asked(node: Node, value: Any, paths: Mapping[int, str], path: str, name: st
 def _below_attributes(node: Node, table: dict[str, Any], paths: Mapping[int, str], path: str) -> Iterator[Number]:
     for kind, text, below in node.below:
         yield from _asked(below, reached(kind, text, table), paths, path, text.strip("'\""))
-    items = [*table.items()] if node.items else []
-    for place, (_, item) in node.items.items():
-        if item is not None:
-            yield from _asked(item, items[place][1], paths, path, items[place][0])
+    yield from _items(node, table, paths, path, are_attributes=True)
 
 
-def _items(node: Node, value: Any, paths: Mapping[int, str], path: str) -> Iterator[Number]:
+def _items(
+    node: Node, value: Any, paths: Mapping[int, str], path: str, *, are_attributes: bool = False
+) -> Iterator[Number]:  # fmt: skip
     items = [*dict.items(value)] if node.items else []
     for place, (_, item) in node.items.items():
         if item is not None:
-            yield from _asked(item, items[place][1], paths, path, "")
+            yield from _asked(item, items[place][1], paths, path, items[place][0] if are_attributes else "")
 
 
 def compare_numbers(numbers: Sequence[Number], call: Mapping[str, Any]) -> None:

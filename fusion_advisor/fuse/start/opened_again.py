@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from fusion_advisor.capture.sizes.open_capture import Dims, OpenCapture, Sizes
 from fusion_advisor.fuse.start.call_tensors import given_by
 from fusion_advisor.fuse.start.guard_tree import Differs
 from fusion_advisor.fuse.start.made_again import call_again, differences_told, results_in
-from fusion_advisor.fuse.start.object_changes import ObjectState, Place
+from fusion_advisor.fuse.start.object_changes import ObjectState, in_order
 from fusion_advisor.fuse.start.open_call import CallAt
 from fusion_advisor.fuse.start.outputs import form_of, furthest
 from fusion_advisor.runtime.torch_internals import module_call, symbolic_sizes
@@ -76,7 +76,7 @@ def _compare(model: torch.nn.Module, opened: OpenCapture, at: CallAt, sizes: Siz
         args, kwargs = at(sizes)
         state = ObjectState.of(args, kwargs, given_by(args, kwargs))
         output = module_call.original_call(model)(*args, **kwargs)
-        expected = [output, *_in_order(state.changes(), places)]
+        expected = [output, *in_order(state.changes(), places)]
     theirs = shape_of(expected, args, kwargs)
     args, kwargs = at(sizes)
     given = given_by(args, kwargs)
@@ -88,22 +88,11 @@ def _compare(model: torch.nn.Module, opened: OpenCapture, at: CallAt, sizes: Siz
         output = opened.live.untraced(args, kwargs, list(given.leaves.values()))
     finally:
         route.forward = graph.forward
-    found = [output, *_in_order(state.changes(), places)]
+    found = [output, *in_order(state.changes(), places)]
     form = {"list": [row["output"], *(form for *_, form in row["sets"])]}
     problem = furthest(*(list(dict(results_in(form, one)).values()) for one in (found, expected)))
     if problem or shape_of(found, args, kwargs) != theirs:
         raise Differs(f"the stored graph computes something else: {problem or 'another output'}")
-
-
-def _in_order(changes: Mapping[Place, Any], places: Sequence[Place]) -> list[Any]:
-    """Return what a call has set of the objects that it is given.
-
-    Raises:
-        Differs: it set something else.
-    """
-    if changes.keys() != set(places):
-        raise Differs("the call sets other attributes of what it is given")
-    return [changes[place] for place in places]
 
 
 class _Measured(Interpreter):
