@@ -124,7 +124,7 @@ def objects_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from objects_in(f"{path}.{name}", item)
 
 
-def at(path: str, call: dict[str, Any]) -> Any:
+def at(path: str, call: Mapping[str, Any]) -> Any:
     """Return what lies at a path of a call's arguments.
 
     Args:
