@@ -39,7 +39,7 @@ from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import named_tensors
 from fusion_advisor.fuse.live.module_guard import refuse_in_vain
 from fusion_advisor.fuse.method_notes import which_step, written_notes
-from fusion_advisor.fuse.passes.layout_copies import LAYOUTS
+from fusion_advisor.fuse.passes.in_trace import LAYOUTS
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan

@@ -24,9 +24,9 @@ from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.live.padding_trial import tried_padding
 from fusion_advisor.fuse.live.saved_plan import SavedPlan
-from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.size_ranges import ShapeRequest
+from fusion_advisor.fuse.points.near_point import finished
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.layouts import change_layouts
@@ -34,7 +34,7 @@ from fusion_advisor.fuse.shapes.pieces import OtherPieces, Piece, Served, find_a
 from fusion_advisor.fuse.shapes.proved_sizes import prove_sizes
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall, generate_of, ranged_calls, table_of
 from fusion_advisor.fuse.shapes.serve import ServedPiece, serving
-from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, finished, sized
+from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece, build, sized
 from fusion_advisor.fuse.start.guard_tree import Differs
 from fusion_advisor.fuse.start.opened_again import open_again
 from fusion_advisor.fuse.start.record import NAME
@@ -174,7 +174,7 @@ class _Restoring:
                 if one not in known:
                     known[one] = self._fusion(work, one, kernels[one.kernel], f"S{len(known) + 1}")
             module = build(work, [known[one] for one in row.fusions], row.passes)
-            served = finished(work, module, sizes, with_flags=DROP_MASKS.id in row.passes)
+            served = finished(work, module, sizes, row.passes)
             served = replace(served, in_segments=row.in_segments)
         except (NoOneProgram, CannotLower, KernelBuildFailed, LooksAtSizes, KeyError) as error:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error

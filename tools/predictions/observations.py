@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse.passes.layout_copies import LAYOUTS
+from fusion_advisor.fuse.passes.in_trace import LAYOUTS
 from fusion_advisor.fuse.prediction.interval import CALIBRATION, Calibration, Kind, is_predicted, kind_of, spread_ns
 from fusion_advisor.fuse.prediction.saving import chain_saving_ns
 from fusion_advisor.records import Chain, Fusion, GraphRewrite, Report

@@ -16,6 +16,8 @@ from torch.fx import GraphModule, Node
 from fusion_advisor.runtime.torch_internals import tensor_memory
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+"""The flash kernel on its own; dropout comes after query, key and value."""
 ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """In order; the others are given by name."""
 _MODEL = re.compile(r"^L\['(self'\]|\w+'\]\.__self__|\w+'\]\[0\])")
@@ -85,6 +87,8 @@ def draws_numbers(node: Node) -> bool:
     """Whether a node takes random numbers: an attention or a dropout that drops nothing does not, whatever its tag says."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or is_idle_dropout(node):
         return False
+    if node.target is FLASH_ATTENTION:
+        return len(node.args) < 4 or bool(node.args[3])
     return node.target is not ATTENTION or bool(attention_argument(node, "dropout_p"))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.capture.graph.fx_nodes import draws_numbers, tensors_of, written_storages
+from fusion_advisor.capture.graph.fx_nodes import ATTENTION, FLASH_ATTENTION, draws_numbers, tensors_of, written_storages
 from fusion_advisor.fuse.cuda_graph.capturable import has_collectives, host_work
 from fusion_advisor.fuse.rewrite.derived_tensors import is_derived
 from fusion_advisor.runtime.torch_internals import fx_trace, symbolic_sizes, tensor_memory
@@ -30,7 +30,7 @@ _LEAST_SHARE = 0.5
 _aten = torch.ops.aten
 _OWN_MEMORY = frozenset(
     {
-        _aten.cat.default, _aten.scaled_dot_product_attention.default, _aten.linear.default, _aten.embedding.default,
+        _aten.cat.default, ATTENTION, FLASH_ATTENTION, _aten.linear.default, _aten.embedding.default,
         _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.matmul.default,
     }
 )  # fmt: skip

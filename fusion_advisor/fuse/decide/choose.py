@@ -17,7 +17,7 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Step, Variant
 from fusion_advisor.fuse.decide.step_runner import Candidate, StepRunner
 from fusion_advisor.fuse.decide.verdict import Verdict, span_of
 from fusion_advisor.fuse.passes.constant_folding import FOLD_CONSTANTS
-from fusion_advisor.fuse.passes.layout_copies import LAYOUTS
+from fusion_advisor.fuse.passes.in_trace import LAYOUTS
 from fusion_advisor.fuse.passes.registry import PASSES, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress

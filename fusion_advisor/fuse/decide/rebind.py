@@ -22,7 +22,7 @@ from fusion_advisor.fuse.decide.keep_rule import Decision, confirmed
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.step_runner import StepRunner
 from fusion_advisor.fuse.decide.trial import try_fusion
-from fusion_advisor.fuse.passes.layout_copies import LAYOUTS
+from fusion_advisor.fuse.passes.in_trace import LAYOUTS
 from fusion_advisor.fuse.passes.registry import kept_passes, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import PlannedFusion

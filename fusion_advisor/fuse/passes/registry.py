@@ -14,15 +14,15 @@ from fusion_advisor.fuse.passes.attention import DROP_MASKS, GROUP_HEADS, SHARE_
 from fusion_advisor.fuse.passes.constant_folding import FOLD_CONSTANTS, FOLD_FROZEN
 from fusion_advisor.fuse.passes.cse import SHARE_VALUES
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
+from fusion_advisor.fuse.passes.flash_attention import FLASH
 from fusion_advisor.fuse.passes.foreach_counters import BATCH_COUNTERS
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
-from fusion_advisor.fuse.passes.layout_copies import CHANNELS_LAST, CONTIGUOUS_MASKS, CONTIGUOUS_ROWS
+from fusion_advisor.fuse.passes.in_trace import CHANNELS_LAST, CONTIGUOUS_MASKS, CONTIGUOUS_ROWS, SPLIT_BIASES
 from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
 from fusion_advisor.fuse.passes.merge_gemms import MERGE_GEMMS
 from fusion_advisor.fuse.passes.pad_gemm import ODD_WIDTH_GEMM, PAD_GEMM
 from fusion_advisor.fuse.passes.patch_conv_to_gemm import PATCH_GEMM
 from fusion_advisor.fuse.passes.slice_pushdown import NARROW_ROWS
-from fusion_advisor.fuse.passes.split_bias import SPLIT_BIASES
 from fusion_advisor.fuse.passes.window_conv_to_gemm import WINDOW_GEMM
 from fusion_advisor.fuse.rewrite.collective_kernels import ALL_REDUCE_NORM
 from fusion_advisor.fuse.rewrite.record import LayoutRewrite, PassRewrite, Rewrite
@@ -38,6 +38,7 @@ REWRITES: tuple[Rewrite, ...] = (
     DROP_MASKS,
     GROUP_HEADS,
     SHARE_MASKS,
+    FLASH,
     SHARE_VALUES,
     BATCH_COUNTERS,
     CONTIGUOUS_ROWS,

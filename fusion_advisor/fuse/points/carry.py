@@ -17,14 +17,15 @@ from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import Sizes
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
-from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.points.decide import Decided, RangeWork, checked, module_at, text_of, timed
+from fusion_advisor.fuse.points.decide import Decided, RangeWork, module_at, text_of
+from fusion_advisor.fuse.points.first_use import settled
+from fusion_advisor.fuse.points.near_point import finished
 from fusion_advisor.fuse.points.time_graphs import time_graphs
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.fuse.shapes.sized_fusion import Point, Workpiece, build, finished
+from fusion_advisor.fuse.shapes.sized_fusion import Point, Workpiece, build
 from fusion_advisor.ir.sized_program import NoOneProgram
 from fusion_advisor.records import Numerics
 from fusion_advisor.verify import check_chain
@@ -60,7 +61,7 @@ def carried(work: RangeWork, workpiece: Workpiece, from_: Decided, sizes: Sizes,
         return one.refused(wrong)
     if tries_passes and work.options.is_timed and not work.options.exact:
         one = with_more_passes(work, workpiece, one, live, given)
-    return timed(work, workpiece, checked(work, workpiece, one, given))
+    return settled(work, workpiece, one, given, written)
 
 
 def with_more_passes(
@@ -90,7 +91,7 @@ def with_more_passes(
             continue
         passes = tuple(other for other in PASSES if other in (*one.row.passes, name))
         module = build(workpiece, one.fusions, passes)
-        served = finished(workpiece, module, sizes, with_flags=DROP_MASKS.id in passes)
+        served = finished(workpiece, module, sizes, passes)
         ways = [module_at(workpiece, either).forward for either in (one.served, served)]
         before, after = time_graphs(work, workpiece.opened, ways, given, live.written, budget_s=work.budget_s / 2)
         if after.ci_high_ns < before.ci_low_ns * (1 - options.min_gain):

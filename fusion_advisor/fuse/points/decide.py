@@ -1,4 +1,4 @@
-"""One point of a piece: what pays there is found, fitted to all sizes of the piece, checked and timed as a whole."""
+"""One point of a piece: what is known of it, its check against fp64, and the times of its call."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.live.model_check import check_region
-from fusion_advisor.fuse.passes.attention import DROP_MASKS
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.points.graph_trial import in_graphs
-from fusion_advisor.fuse.points.time_limit import TimeLimit, WatchedProgress
-from fusion_advisor.fuse.shapes.decide_at import decide_at, example_args
-from fusion_advisor.fuse.shapes.layouts import open_layouts
+from fusion_advisor.fuse.points.time_limit import TimeLimit
+from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.pieces import Box, Served
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall
-from fusion_advisor.fuse.shapes.sized_fusion import Workpiece, all_sized, build, finished
+from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
 from fusion_advisor.fuse.shapes.time_calls import time_calls
 from fusion_advisor.fuse.shapes.try_sizes import REFUSALS, refuse_sizes
-from fusion_advisor.records import Bandwidth, RenderedKernel, ShapeFusion, ShapePoint, Timing
+from fusion_advisor.records import Bandwidth, ShapeFusion, ShapePoint, Timing
 from fusion_advisor.verify.known.passed_checks import PassedChecks
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -178,48 +176,6 @@ def not_decided(sizes: Sizes, reason: str) -> Decided:
     return Decided(served=Served(sizes=sizes, module=None, reason=reason), row=row)
 
 
-def decided(
-    work: RangeWork, workpiece: Workpiece, sizes: dict[str, int], changes: Sequence[str], kernels: dict[str, RenderedKernel]
-) -> Decided:
-    """Decide one point of a piece.
-
-    Args:
-        work: on the piece's call.
-        workpiece: the piece.
-        sizes: of the point.
-        changes: of the piece's layouts.
-        kernels: gets the kernels by name.
-
-    Raises:
-        LooksAtSizes: a graph pass took one size for all.
-        OutOfTime: the time for ranges was over before all rewrites were tried.
-    """
-    where = tuple(sizes.items())
-    given, written = work.graph_call(workpiece.opened, sizes)
-    work.progress.note(f"at {text_of(sizes)}")
-    left_out = work.refused | workpiece.by_one_size
-    found = decide_at(
-        workpiece.opened, given, work.options, work.bandwidth, work.instruments, WatchedProgress(work.limit),
-        budget_s=work.budget_s, only=lambda name: name not in left_out, written=written, ahead=work.ahead, passed=work.passed,
-    )  # fmt: skip
-    fusions, dropped = all_sized(workpiece, found.fusions)
-    refused = *found.refused, *(name for name in open_layouts() if name in work.refused)
-    dropped += [(name, "it decides by one size") for name in refused]
-    if not fusions and not found.passes and not changes:
-        nothing = not_decided(sizes, "nothing that serves other sizes was kept near these")
-        return replace(nothing, row=replace(nothing.row, dropped=tuple(dropped)))
-    module = build(workpiece, fusions, found.passes)
-    served = finished(workpiece, module, sizes, with_flags=DROP_MASKS.id in found.passes)
-    kernels.update({fusion.kernel.name: fusion.kernel for fusion in fusions})
-    names = tuple(dict.fromkeys((*(fusion.planned.match.kernel for fusion in fusions), *found.passes, *changes)))
-    row = ShapePoint(
-        sizes=where, rewrites=names, fusions=tuple(map(_row_of, fusions)), passes=found.passes, dropped=tuple(dropped)
-    )
-    written.restore()
-    one = Decided(served=served, row=row, fusions=tuple(fusions))
-    return timed(work, workpiece, checked(work, workpiece, one, given))
-
-
 def checked(work: RangeWork, workpiece: Workpiece, one: Decided, given: Sequence[Any]) -> Decided:
     """Check what runs near a point against fp64, at the point and at moderate sizes of the piece.
 
@@ -338,7 +294,8 @@ def module_at(workpiece: Workpiece, served: Served) -> torch.fx.GraphModule:
     return served.graph_at(tuple(served.sizes[name] for name in workpiece.names))
 
 
-def _row_of(fusion: BuiltFusion) -> ShapeFusion:
+def fusion_row(fusion: BuiltFusion) -> ShapeFusion:
+    """Return the row of a chain with its kernel, at all sizes of a piece."""
     planned = fusion.planned
     return ShapeFusion(
         match=planned.match, kernel=fusion.kernel.name, sites=tuple(site.op_indices for site in planned.chain.sites)

@@ -10,7 +10,8 @@ from fusion_advisor.fuse.live.padding_trial import tried_padding
 from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.points.carry import carried
 from fusion_advisor.fuse.points.choose_layouts import choose_layouts
-from fusion_advisor.fuse.points.decide import MOST_ELEMENTS, Decided, RangeWork, decided, not_decided
+from fusion_advisor.fuse.points.decide import MOST_ELEMENTS, Decided, RangeWork, not_decided
+from fusion_advisor.fuse.points.in_full import decided
 from fusion_advisor.fuse.points.time_limit import OutOfTime
 from fusion_advisor.fuse.shapes.pieces import Piece, beside_holes, points_of
 from fusion_advisor.fuse.shapes.proved_sizes import ProvedSizes, prove_sizes

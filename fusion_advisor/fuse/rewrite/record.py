@@ -51,6 +51,15 @@ class PassRewrite(Rewrite):
     stage: ClassVar[RewriteStage] = RewriteStage.PASS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PointRewrite(Rewrite):
+    """A graph pass for ranges of sizes alone: it keeps every layout, and stays near points where a call is no slower with it."""
+
+    apply: Callable[[Graph, Symbols], int]
+    """Changes a graph with open sizes, at some of them; returns how many sites it has changed."""
+    stage: ClassVar[RewriteStage] = RewriteStage.PASS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRoom:
     """Whether copies of weights may be made."""

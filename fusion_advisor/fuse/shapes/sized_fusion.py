@@ -24,8 +24,7 @@ from fusion_advisor.fuse.passes.registry import PASSES, size_bound
 from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.fuse.rewrite.sized_call import sized_call
 from fusion_advisor.fuse.shapes.open_kernel import OpenKernels, for_all_sizes, programs_at, tried_points
-from fusion_advisor.fuse.shapes.pieces import Box, Piece, Served
-from fusion_advisor.fuse.shapes.size_values import flagged, keep_size_values
+from fusion_advisor.fuse.shapes.pieces import Box, Piece
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.operand_names import named_like
 from fusion_advisor.ir.program import Program, layout_key
@@ -339,25 +338,6 @@ def build(work: Workpiece, fusions: Sequence[BuiltFusion], passes: Sequence[str]
     module, _ = rewrite_region(work.opened.region, work.index_of, sites, watched)
     let_nodes_stand_for_sizes(module)  # a pass writes a value's shape into the ops that it makes
     return module
-
-
-def finished(work: Workpiece, module: GraphModule, sizes: Sizes, *, with_flags: bool) -> Served:
-    """Return what runs near one point: values of sizes are kept for each shape, and masks become flags where they say no more.
-
-    Args:
-        work: the piece.
-        module: from :func:`build`; changed.
-        sizes: of the point.
-        with_flags: put flags in place of masks.
-    """
-    places = work.opened.places()
-    names = [places[name].name for name in work.names]
-    found = flagged(module, names, [sizes[name] for name in work.names]) if with_flags else None
-    keep_size_values(module)
-    if found is None:
-        return Served(sizes=sizes, module=module)
-    keep_size_values(found[0])
-    return Served(sizes=sizes, module=found[0], plain=module, says_flags=found[1])
 
 
 def _watching(name: str, apply: GraphPass, work: Workpiece) -> GraphPass:

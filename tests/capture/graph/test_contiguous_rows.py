@@ -8,7 +8,7 @@ from torch import nn
 
 from fusion_advisor.capture.graph.layout_copies import LAID_OUT
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.passes.layout_copies import CONTIGUOUS_ROWS
+from fusion_advisor.fuse.passes.in_trace import CONTIGUOUS_ROWS
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region

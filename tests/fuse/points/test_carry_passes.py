@@ -13,7 +13,7 @@ from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.fuse.passes import registry
 from fusion_advisor.fuse.passes.attention import GROUP_HEADS
 from fusion_advisor.fuse.points.carry import carried, with_more_passes
-from fusion_advisor.fuse.points.decide import decided
+from fusion_advisor.fuse.points.in_full import decided
 from fusion_advisor.fuse.shapes.sized_fusion import LooksAtSizes, Workpiece
 from tests.fuse.points.test_choose_layouts import work_on
 

@@ -16,7 +16,8 @@ from fusion_advisor.fuse.apply_shapes import check_ranges
 from fusion_advisor.fuse.decide.instruments import MEASURED
 from fusion_advisor.fuse.passes import registry
 from fusion_advisor.fuse.points.choose_layouts import choose_layouts
-from fusion_advisor.fuse.points.decide import RangeWork, decided
+from fusion_advisor.fuse.points.decide import RangeWork
+from fusion_advisor.fuse.points.in_full import decided
 from fusion_advisor.fuse.points.piece_points import PiecePoints
 from fusion_advisor.fuse.points.time_limit import TimeLimit
 from fusion_advisor.fuse.rewrite.region_copy import copy_of

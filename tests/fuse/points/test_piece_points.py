@@ -18,7 +18,8 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import read_shapes
 from fusion_advisor.fuse.points.carry import carried, wrong_kernel
-from fusion_advisor.fuse.points.decide import RangeWork, decided
+from fusion_advisor.fuse.points.decide import RangeWork
+from fusion_advisor.fuse.points.in_full import decided
 from fusion_advisor.fuse.points.piece_points import PiecePoints
 from fusion_advisor.fuse.points.time_limit import TimeLimit
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
