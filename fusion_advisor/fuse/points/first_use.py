@@ -10,16 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fusion_advisor.capture.graph.fx_nodes import ATTENTION
 from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.fuse.passes.flash_attention import FLASH
 from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.points.decide import Decided, RangeWork, checked, module_at, text_of, timed
-from fusion_advisor.fuse.points.near_point import finished
+from fusion_advisor.fuse.points.near_point import flashed
 from fusion_advisor.fuse.points.time_graphs import time_graphs
 from fusion_advisor.fuse.rewrite.record import PointRewrite
-from fusion_advisor.fuse.shapes.pieces import Served
-from fusion_advisor.fuse.shapes.sized_fusion import Workpiece, build
+from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
 from fusion_advisor.records import Timing
 
 Time = Callable[..., Sequence[Timing]]
@@ -60,22 +58,16 @@ def without_plans(
 
     Parameters are those of :func:`settled`.
     """
-    options, sizes = work.options, one.served.sizes
+    options = work.options
     if flash.id in one.row.passes or options.exact or not options.wants(flash.id):
         return None
-    passes = (*one.row.passes, flash.id)
-    served = finished(workpiece, build(workpiece, one.fusions, passes), sizes, passes, flash=flash)
-    if _attention_calls(served) == _attention_calls(one.served):
+    served = flashed(workpiece, one.served, flash)
+    if served is None:
         return None
     if options.is_timed and not workpiece.opened.symbols_of(CACHED):
         ways = [module_at(workpiece, either).forward for either in (one.served, served)]
         before, after = time(work, workpiece.opened, ways, given, written, budget_s=work.budget_s / 2)
         if after.ci_low_ns > before.ci_high_ns:
             return None
-    row = replace(one.row, passes=passes, rewrites=(*one.row.rewrites, flash.id))
-    return replace(one, served=replace(served, in_segments=one.served.in_segments), row=row, is_right_elsewhere=False)
-
-
-def _attention_calls(served: Served) -> int:
-    """Return how many attention calls choose their kernel themselves."""
-    return sum(node.target is ATTENTION for module in served.modules for node in module.graph.nodes)
+    row = replace(one.row, passes=(*one.row.passes, flash.id), rewrites=(*one.row.rewrites, flash.id))
+    return replace(one, served=served, row=row, is_right_elsewhere=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch.fx import GraphModule
 
@@ -13,6 +14,7 @@ from fusion_advisor.fuse.rewrite.record import PointRewrite
 from fusion_advisor.fuse.shapes.pieces import Served
 from fusion_advisor.fuse.shapes.size_values import flagged, keep_size_values
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
+from fusion_advisor.runtime.torch_internals import fx_trace
 
 
 def finished(
@@ -34,8 +36,25 @@ def finished(
     served = Served(sizes=sizes, module=module)
     if found is not None:
         served = Served(sizes=sizes, module=found[0], plain=module, says_flags=found[1])
-    for graph_module in served.modules:
-        if flash.id in passes and flash.apply(graph_module.graph, work.opened.symbols(sizes)):
-            graph_module.recompile()
-        keep_size_values(graph_module)
-    return served
+    for one in served.modules:
+        keep_size_values(one)
+    return (flashed(work, served, flash) or served) if flash.id in passes else served
+
+
+def flashed(work: Workpiece, served: Served, flash: PointRewrite = FLASH) -> Served | None:
+    """Return what runs near a point with flash attention; None where that changes no call.
+
+    Args:
+        work: the piece.
+        served: without it; its graphs stay as they are.
+        flash: puts it in.
+    """
+    symbols, count = work.opened.symbols(served.sizes), 0
+    changed: list[GraphModule | None] = []
+    for module in (served.module, served.plain):
+        copied = None if module is None else fx_trace.copied_graph(module)
+        changed.append(copied)
+        if copied is not None and (sites := flash.apply(copied.graph, symbols)):
+            copied.recompile()
+            count += sites
+    return replace(served, module=changed[0], plain=changed[1]) if count else None
