@@ -17,7 +17,7 @@ from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.capture.sizes.open_capture import Sizes
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
-from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.passes.registry import PASSES, REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.points.decide import Decided, RangeWork, module_at, text_of
 from fusion_advisor.fuse.points.first_use import settled
@@ -89,7 +89,7 @@ def with_more_passes(
     for name in open_to_all:
         if not changed[name] or name in one.row.passes:
             continue
-        passes = tuple(other for other in PASSES if other in (*one.row.passes, name))
+        passes = tuple(other.id for other in REWRITES if other.id in (*one.row.passes, name))
         module = build(workpiece, one.fusions, passes)
         served = finished(workpiece, module, sizes, passes)
         ways = [module_at(workpiece, either).forward for either in (one.served, served)]

@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional
 
 import fusion_advisor as fa
+from fusion_advisor.capture.sizes.one_size import at_one_size
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.fuse.passes.flash_attention import FLASH, use_flash
-from fusion_advisor.fuse.points.carry import carried
+from fusion_advisor.fuse.points.carry import carried, with_more_passes
 from fusion_advisor.fuse.points.first_use import settled
 from fusion_advisor.fuse.points.in_full import decided
 from fusion_advisor.fuse.points.near_point import finished
@@ -115,6 +116,15 @@ def test_another_point_takes_it_over(point):
     with_it = settled(*point, flash=ON_ANY)
     found = carried(work, workpiece, with_it, {"batch": 3, "seq": 17})
     assert FLASH.id in found.row.passes and found.row.reason == "" and ON_CPU in targets(found.served)
+
+
+def test_a_pass_that_pays_is_added_to_it(point):
+    work, workpiece, one, given, written = point
+    with_mask = finished(workpiece, build(workpiece, one.fusions, ()), one.served.sizes, ())
+    one = replace(one, served=with_mask, row=replace(one.row, passes=(FLASH.id,), rewrites=(FLASH.id,)))
+    live = at_one_size(workpiece.opened, given, written)
+    found = with_more_passes(work, workpiece, one, live, given)
+    assert found.row.passes == ("drop-masks", FLASH.id) and found.row.rewrites.count(FLASH.id) == 1
 
 
 @pytest.mark.gpu
