@@ -186,7 +186,7 @@ class _Restoring:
             raise _mismatch(self._saved, f"at {_text(sizes)}: {error}") from error
         written.restore()
         region = runnable_at(work.captured, given)
-        ours = served.graph_at(tuple(sizes[name] for name in work.names)).forward
+        ours = served.graph_for(tuple(sizes[name] for name in work.names), given).forward
         check = check_region(region, ours, was_passed=True)
         if not check.is_passed:
             raise _mismatch(self._saved, f"at {_text(sizes)} the numbers no longer pass: {check.fused_rel_l2:.1e}")

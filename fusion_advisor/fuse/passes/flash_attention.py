@@ -110,6 +110,5 @@ def _put(graph: Graph, call: Node, flash: Any) -> None:
 FLASH = PointRewrite(
     id="flash-attention",
     title="attention without plans",
-    apply=use_flash,
     after={"drop-masks": "a flash kernel reads no mask", "group-heads": "it shares KV heads itself"},
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch.fx import Graph
 
+from fusion_advisor.fuse.dependence.masks_of_ones import SKIP_MASKS
 from fusion_advisor.fuse.loss.budget import MEMORY_BUDGET
 from fusion_advisor.fuse.loss.recompute_options import RECOMPUTE_OPTIONS
 from fusion_advisor.fuse.loss.record import LINEAR_CROSS_ENTROPY
@@ -38,6 +39,7 @@ REWRITES: tuple[Rewrite, ...] = (
     DROP_MASKS,
     GROUP_HEADS,
     SHARE_MASKS,
+    SKIP_MASKS,
     FLASH,
     SHARE_VALUES,
     BATCH_COUNTERS,

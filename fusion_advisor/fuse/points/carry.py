@@ -92,7 +92,7 @@ def with_more_passes(
         passes = tuple(other.id for other in REWRITES if other.id in (*one.row.passes, name))
         module = build(workpiece, one.fusions, passes)
         served = finished(workpiece, module, sizes, passes)
-        ways = [module_at(workpiece, either).forward for either in (one.served, served)]
+        ways = [module_at(workpiece, either, given).forward for either in (one.served, served)]
         before, after = time_graphs(work, workpiece.opened, ways, given, live.written, budget_s=work.budget_s / 2)
         if after.ci_high_ns < before.ci_low_ns * (1 - options.min_gain):
             work.progress.note(f"{PASSES[name].title} at {text_of(sizes)} as well")

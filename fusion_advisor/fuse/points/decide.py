@@ -23,7 +23,7 @@ from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.plan.size_ranges import CACHED
-from fusion_advisor.fuse.points.graph_trial import in_graphs
+from fusion_advisor.fuse.points.graph_trial import after_a_look, in_graphs
 from fusion_advisor.fuse.points.time_limit import TimeLimit
 from fusion_advisor.fuse.shapes.decide_at import example_args
 from fusion_advisor.fuse.shapes.pieces import Box, Served
@@ -186,7 +186,7 @@ def checked(work: RangeWork, workpiece: Workpiece, one: Decided, given: Sequence
         given: what the piece's graph is called with there.
     """
     region = runnable_at(workpiece.captured, given)
-    check = check_region(region, module_at(workpiece, one.served).forward)
+    check = check_region(region, module_at(workpiece, one.served, given).forward)
     one = replace(one, row=replace(one.row, rel_l2=check.fused_rel_l2, eager_rel_l2=check.eager_rel_l2))
     if not check.is_passed:
         return one.refused(f"all rewrites together: relative error {check.fused_rel_l2:.2e}; the limit is: {check.limit}")
@@ -220,7 +220,7 @@ def wrong_elsewhere(work: RangeWork, workpiece: Workpiece, served: Served) -> st
     return "" if check.is_passed else f"all rewrites together, at {text_of(other)}: {error}"
 
 
-def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:
+def timed(work: RangeWork, workpiece: Workpiece, one: Decided, given: Sequence[Any] = ()) -> Decided:
     """Time the original call at a point against the same call through dynamo's guards and the rewritten graph.
 
     The rewritten graph is timed launch by launch and, on a GPU, in CUDA graphs, as calls run from their second use on: in one
@@ -231,12 +231,15 @@ def timed(work: RangeWork, workpiece: Workpiece, one: Decided) -> Decided:
         work: on the piece's call.
         workpiece: the piece.
         one: the point; one that is refused already stays as it is.
+        given: what the piece's graph is called with there.
     """
     if one.row.reason:
         return one
     if not work.options.is_timed:
         return one.in_segments(is_on=bool(workpiece.opened.symbols_of(CACHED)))
-    times = _times(work, workpiece.opened, module_at(workpiece, one.served), one.served.sizes)
+    module = module_at(workpiece, one.served, given)
+    masks = one.served.masks if module is one.served.unmasked else ()
+    times = _times(work, workpiece.opened, module, one.served.sizes, masks)
     is_whole = work.ranged.may_record
     one = replace(one, row=replace(one.row, eager=times.eager, ours=times.ours, in_graph=times.is_replayed and is_whole))
     one = one.in_segments(is_on=times.is_replayed and not is_whole)
@@ -284,14 +287,16 @@ class _Times:
         return ""
 
 
-def module_at(workpiece: Workpiece, served: Served) -> torch.fx.GraphModule:
+def module_at(workpiece: Workpiece, served: Served, given: Sequence[Any] = ()) -> torch.fx.GraphModule:
     """Return the graph that runs at a point itself.
 
     Args:
         workpiece: the piece.
         served: what runs near the point.
+        given: what it is called with; without that the graph that serves any masks.
     """
-    return served.graph_at(tuple(served.sizes[name] for name in workpiece.names))
+    point = tuple(served.sizes[name] for name in workpiece.names)
+    return served.graph_for(point, given) if given else served.graph_at(point)
 
 
 def fusion_row(fusion: BuiltFusion) -> ShapeFusion:
@@ -302,7 +307,8 @@ def fusion_row(fusion: BuiltFusion) -> ShapeFusion:
     )
 
 
-def _times(work: RangeWork, opened: OpenCapture, module: torch.fx.GraphModule, sizes: Sizes) -> _Times:
+def _times(work: RangeWork, opened: OpenCapture, module: torch.fx.GraphModule, sizes: Sizes, masks: Sequence[int] = ()) -> _Times:
+    """Time a call; ``masks`` are places of inputs that each call looks at."""
     route, compiled = opened.region.route, opened.live.compiled
     assert route is not None
     assert compiled is not None
@@ -312,10 +318,10 @@ def _times(work: RangeWork, opened: OpenCapture, module: torch.fx.GraphModule, s
     before = route.forward
     recorder = work.recorder
     graphs = None if recorder is None else Graphs(recorder, most_bytes=work.options.graph_bytes)
-    with in_graphs(opened, module, work.ranged, (args, kwargs), graphs) as graphed:
+    with in_graphs(opened, module, work.ranged, (args, kwargs), graphs, masks) as graphed:
 
         def ours(*args: Any, **kwargs: Any) -> Any:
-            route.forward = module.forward
+            route.forward = after_a_look(masks, module.forward)
             return compiled.call(*args, **kwargs)
 
         ways: list[Callable[..., Any]] = [work.original, ours]

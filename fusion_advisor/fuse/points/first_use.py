@@ -1,7 +1,8 @@
-"""Attention that takes no plan for each new shape, near a point where a call is no slower with it.
+"""Attention without what a call does not need near a point: a mask that hides nothing, and a plan for each new shape.
 
-What a plan costs shows in no time of a step: it is paid once for each shape, 45 to 50 ms on an H200's host, and a range has more
-shapes than calls. A step on a growing KV cache has a new one at each token, so it takes no plans wherever it need not.
+Calls whose masks hold ones alone get a graph without them, and attention the kernel that takes no plans, each where a call is no
+slower with it. What a plan costs shows in no time of a step: it is paid once for each shape, 45 to 50 ms on an H200's host, and a
+range has more shapes than calls. A step on a growing KV cache has a new one at each token, so there both stay untimed.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from fusion_advisor.capture.graph.side_effects import Written
-from fusion_advisor.fuse.passes.flash_attention import FLASH
+from fusion_advisor.fuse.dependence.masks_of_ones import SKIP_MASKS
+from fusion_advisor.fuse.passes.flash_attention import FLASH, use_flash
 from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.points.decide import Decided, RangeWork, checked, module_at, text_of, timed
-from fusion_advisor.fuse.points.near_point import flashed
+from fusion_advisor.fuse.points.near_point import PutFlash, flashed, without_masks
 from fusion_advisor.fuse.points.time_graphs import time_graphs
 from fusion_advisor.fuse.rewrite.record import PointRewrite
+from fusion_advisor.fuse.shapes.pieces import Served, hold_ones
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
 from fusion_advisor.records import Timing
 
@@ -25,9 +28,9 @@ Time = Callable[..., Sequence[Timing]]
 
 def settled(
     work: RangeWork, workpiece: Workpiece, one: Decided, given: tuple[Any, ...], written: Written, *, time: Time = time_graphs,
-    flash: PointRewrite = FLASH,
+    flash: PutFlash = use_flash,
 ) -> Decided:  # fmt: skip
-    """Check and time what runs near a point, with attention that takes no plans where that passes and is no slower.
+    """Check and time what runs near a point, with attention that needs less where that passes and is no slower.
 
     Args:
         work: on the piece's call.
@@ -36,38 +39,62 @@ def settled(
         given: what the piece's graph is called with there.
         written: what such a call writes to.
         time: times graphs against each other, as :func:`time_graphs`.
-        flash: puts flash attention in.
+        flash: puts flash attention into a graph.
 
     Raises:
         LooksAtSizes: a graph pass took one size for all.
     """
-    other = without_plans(work, workpiece, one, given, written, time=time, flash=flash)
-    if other is not None:
-        found = checked(work, workpiece, other, given)
-        if not found.row.reason:
-            work.progress.note(f"{flash.title} at {text_of(one.served.sizes)}")
-            return timed(work, workpiece, found)
-    return timed(work, workpiece, checked(work, workpiece, one, given))
+    ways = [one]
+    changes: list[tuple[PointRewrite, Callable[[Served], Served | None]]] = [
+        (SKIP_MASKS, lambda served: _for_masks_of(without_masks(workpiece, served), given)),
+        (FLASH, lambda served: flashed(workpiece, served, flash)),
+    ]
+    for rewrite, change in changes:
+        before = ways[-1]
+        after = _with(work, before, rewrite, change)
+        if after is not None and _is_no_slower(work, workpiece, before, after, given, written, time):
+            ways.append(after)
+    for way in reversed(ways):
+        found = _checked(work, workpiece, way, given)
+        if not found.row.reason or way is one:
+            break
+    for name in found.row.passes:
+        if name not in one.row.passes:
+            work.progress.note(f"{name} at {text_of(one.served.sizes)}")
+    return timed(work, workpiece, found, given)
 
 
-def without_plans(
-    work: RangeWork, workpiece: Workpiece, one: Decided, given: tuple[Any, ...], written: Written, *, time: Time,
-    flash: PointRewrite,
-) -> Decided | None:  # fmt: skip
-    """Return the point with flash attention; None where it has that, no call would change, or the graph would be slower.
+def _checked(work: RangeWork, workpiece: Workpiece, one: Decided, given: tuple[Any, ...]) -> Decided:
+    """Check what runs near a point, and where no other sizes show the graph for other masks, that one too."""
+    found = checked(work, workpiece, one, given)
+    if one.served.unmasked is None or found.row.reason or found.is_right_elsewhere:
+        return found
+    masked = checked(work, workpiece, replace(one, served=replace(one.served, unmasked=None, masks=())), given)
+    return one.refused(masked.row.reason) if masked.row.reason else found
 
-    Parameters are those of :func:`settled`.
-    """
-    options = work.options
-    if flash.id in one.row.passes or options.exact or not options.wants(flash.id):
+
+def _for_masks_of(served: Served | None, given: Sequence[Any]) -> Served | None:
+    """Return what has a graph for masks of ones where a call's are such; None where it would stay unseen."""
+    return served if served is not None and hold_ones(given, served.masks) else None
+
+
+def _with(work: RangeWork, one: Decided, rewrite: PointRewrite, change: Callable[[Served], Served | None]) -> Decided | None:
+    """Return a point with a rewrite; None where it has that, does not want it, or no call would change."""
+    if rewrite.id in one.row.passes or work.options.exact or not work.options.wants(rewrite.id):
         return None
-    served = flashed(workpiece, one.served, flash)
+    served = change(one.served)
     if served is None:
         return None
-    if options.is_timed and not workpiece.opened.symbols_of(CACHED):
-        ways = [module_at(workpiece, either).forward for either in (one.served, served)]
-        before, after = time(work, workpiece.opened, ways, given, written, budget_s=work.budget_s / 2)
-        if after.ci_low_ns > before.ci_high_ns:
-            return None
-    row = replace(one.row, passes=(*one.row.passes, flash.id), rewrites=(*one.row.rewrites, flash.id))
+    row = replace(one.row, passes=(*one.row.passes, rewrite.id), rewrites=(*one.row.rewrites, rewrite.id))
     return replace(one, served=served, row=row, is_right_elsewhere=False)
+
+
+def _is_no_slower(
+    work: RangeWork, workpiece: Workpiece, before: Decided, after: Decided, given: tuple[Any, ...], written: Written, time: Time
+) -> bool:
+    """Whether a graph is no slower than another, by intervals. Growing steps, and all of a run without times, are not timed."""
+    if not work.options.is_timed or workpiece.opened.symbols_of(CACHED):
+        return True
+    ways = [module_at(workpiece, either.served, given).forward for either in (before, after)]
+    first, second = time(work, workpiece.opened, ways, given, written, budget_s=work.budget_s / 2)
+    return bool(second.ci_low_ns <= first.ci_high_ns)

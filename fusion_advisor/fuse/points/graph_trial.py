@@ -7,7 +7,7 @@ ahead of each replay, and its results are copied out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,25 @@ from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.cuda_graph.segmented_region import Cutter
 from fusion_advisor.fuse.live.call_signature import signature
 from fusion_advisor.fuse.plan.size_ranges import CACHED
+from fusion_advisor.fuse.shapes.pieces import hold_ones
 from fusion_advisor.fuse.shapes.ranged_calls import RangedCall
+
+
+def after_a_look(masks: Sequence[int], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what looks at masks, as a call does that may run another graph without them, and then runs a graph.
+
+    Args:
+        masks: places of inputs; without any nothing is looked at.
+        run: the graph.
+    """
+    if not masks:
+        return run
+
+    def looking(*given: Any) -> Any:
+        hold_ones(given, masks)
+        return run(*given)
+
+    return looking
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,10 +50,11 @@ class GraphTrial:
     compiled: DynamoCall
     region: GraphedRegion
     leaves: Sequence[torch.Tensor]
+    masks: Sequence[int] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make the call."""
-        self.route.forward = self.region
+        self.route.forward = after_a_look(self.masks, self.region)
         return self.region.graphs.run(self.region, self.leaves, lambda: self.compiled.call(*args, **kwargs))
 
     @property
@@ -52,7 +71,7 @@ class GraphTrial:
 @contextlib.contextmanager
 def in_graphs(
     opened: OpenCapture, module: GraphModule, ranged: RangedCall, call: tuple[tuple[Any, ...], Mapping[str, Any]],
-    graphs: Graphs | None,
+    graphs: Graphs | None, masks: Sequence[int] = (),
 ) -> Iterator[GraphTrial | None]:  # fmt: skip
     """Give what makes a call in CUDA graphs; None where there are none, or a call on a growing cache is not split.
 
@@ -62,6 +81,7 @@ def in_graphs(
         ranged: the way in which the model is called.
         call: (args, kwargs) that will be timed, each time with these very tensors.
         graphs: take the recordings, and drop them in the end; None: none are to be tried.
+        masks: places of inputs that each call looks at.
     """
     region = None if graphs is None else _region(opened, module, ranged, graphs)
     if graphs is None or region is None:
@@ -73,7 +93,7 @@ def in_graphs(
     leaves: list[torch.Tensor] = []
     signature(call[0], call[1], leaves)
     try:
-        yield GraphTrial(route=route, compiled=compiled, region=region, leaves=leaves)
+        yield GraphTrial(route=route, compiled=compiled, region=region, leaves=leaves, masks=masks)
     finally:
         graphs.forget()
         if torch.cuda.is_initialized():

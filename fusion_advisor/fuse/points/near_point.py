@@ -1,24 +1,30 @@
-"""What runs near one point of a piece: the piece's graph with rewrites in it, and what depends on sizes settled there."""
+"""What runs near one point of a piece: its graph with rewrites in it, and what depends on sizes and masks settled there."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import Graph, GraphModule, Node
 
+from fusion_advisor.capture.graph.fx_nodes import ATTENTION, attention_argument
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.sizes.open_capture import Sizes
-from fusion_advisor.fuse.passes.attention import DROP_MASKS
-from fusion_advisor.fuse.passes.flash_attention import FLASH
-from fusion_advisor.fuse.rewrite.record import PointRewrite
+from fusion_advisor.fuse.dependence.masks_of_ones import SKIP_MASKS, meanings_with_ones
+from fusion_advisor.fuse.passes.attention import DROP_MASKS, masked_calls, put_flag
+from fusion_advisor.fuse.passes.flash_attention import FLASH, use_flash
 from fusion_advisor.fuse.shapes.pieces import Served
 from fusion_advisor.fuse.shapes.size_values import flagged, keep_size_values
 from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
 from fusion_advisor.runtime.torch_internals import fx_trace
+from fusion_advisor.runtime.torch_internals.symbolic_sizes import Symbols
+
+PutFlash = Callable[[Graph, Symbols], int]
 
 
 def finished(
-    work: Workpiece, module: GraphModule, sizes: Sizes, passes: Collection[str], *, flash: PointRewrite = FLASH
+    work: Workpiece, module: GraphModule, sizes: Sizes, passes: Collection[str], *, flash: PutFlash = use_flash
 ) -> Served:
     """Return what runs near one point: values of sizes are kept for each shape, and masks become flags where they say no more.
 
@@ -27,7 +33,7 @@ def finished(
         module: from :func:`sized_fusion.build`; changed.
         sizes: of the point.
         passes: ids of those that stay there.
-        flash: puts flash attention in, where ``passes`` name it.
+        flash: puts flash attention into a graph, at some sizes.
     """
     places = work.opened.places()
     names = [places[name].name for name in work.names]
@@ -38,23 +44,77 @@ def finished(
         served = Served(sizes=sizes, module=found[0], plain=module, says_flags=found[1])
     for one in served.modules:
         keep_size_values(one)
-    return (flashed(work, served, flash) or served) if flash.id in passes else served
+    if SKIP_MASKS.id in passes:
+        served = without_masks(work, served) or served
+    return (flashed(work, served, flash) or served) if FLASH.id in passes else served
 
 
-def flashed(work: Workpiece, served: Served, flash: PointRewrite = FLASH) -> Served | None:
+def without_masks(work: Workpiece, served: Served) -> Served | None:
+    """Return what runs near a point with a graph of its own for calls whose masks hold ones; None where that changes no call.
+
+    Args:
+        work: the piece.
+        served: without it; its graphs stay as they are.
+    """
+    region = work.opened.region
+    masks = _masks_of(region)
+    meanings = meanings_with_ones(region.graph.graph, masks, work.opened.names) if masks and served.module is not None else {}
+    said = {call.name: meaning for call, meaning in meanings.items()}
+    read = _read_by([mask for call, mask in masked_calls(region.graph.graph).items() if call in meanings])
+    if served.module is None or not said:
+        return None
+    copied = fx_trace.copied_graph(served.module)
+    calls = [node for node in copied.graph.nodes if node.target is ATTENTION and node.name in said]
+    masked = [call for call in calls if attention_argument(call, "attn_mask") is not None]
+    for call in masked:
+        put_flag(call, said[call.name])
+    if not masked:
+        return None
+    copied.graph.eliminate_dead_code()
+    copied.recompile()
+    return replace(served, unmasked=copied, masks=tuple(place for mask, place in masks.items() if mask in read))
+
+
+def _masks_of(region: Region) -> dict[Node, int]:
+    """Return the masks of whole numbers or booleans that a call passes, each with its place among the inputs."""
+    inputs = [node for node in region.graph.graph.nodes if node.op == "placeholder"]
+    return {
+        node: place
+        for place, (node, name, role) in enumerate(zip(inputs, region.names, region.roles, strict=True))
+        if role == "input" and "mask" in name.rpartition(".")[2] and _is_whole(node.meta.get("val"))
+    }
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
+
+
+def _read_by(nodes: Collection[Node]) -> set[Node]:
+    """Return all that some nodes follow from."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def flashed(work: Workpiece, served: Served, flash: PutFlash = use_flash) -> Served | None:
     """Return what runs near a point with flash attention; None where that changes no call.
 
     Args:
         work: the piece.
         served: without it; its graphs stay as they are.
-        flash: puts it in.
+        flash: puts it into a graph, at some sizes.
     """
     symbols, count = work.opened.symbols(served.sizes), 0
     changed: list[GraphModule | None] = []
-    for module in (served.module, served.plain):
+    for module in (served.module, served.plain, served.unmasked):
         copied = None if module is None else fx_trace.copied_graph(module)
         changed.append(copied)
-        if copied is not None and (sites := flash.apply(copied.graph, symbols)):
+        if copied is not None and (sites := flash(copied.graph, symbols)):
             copied.recompile()
             count += sites
-    return replace(served, module=changed[0], plain=changed[1]) if count else None
+    return replace(served, module=changed[0], plain=changed[1], unmasked=changed[2]) if count else None

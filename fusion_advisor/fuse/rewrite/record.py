@@ -53,10 +53,8 @@ class PassRewrite(Rewrite):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PointRewrite(Rewrite):
-    """A graph pass for ranges of sizes alone: it keeps every layout, and stays near points where a call is no slower with it."""
+    """A change of graphs with open sizes: it keeps every layout, and stays near points where a call is no slower with it."""
 
-    apply: Callable[[Graph, Symbols], int]
-    """Changes a graph with open sizes, at some of them; returns how many sites it has changed."""
     stage: ClassVar[RewriteStage] = RewriteStage.PASS
 
 

@@ -11,7 +11,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt, log, prod
+from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from fusion_advisor.capture.sizes.open_capture import OneSizeOnly, OpenCapture, Sizes
@@ -295,6 +297,21 @@ def beside_holes(point: Sizes, box: Box, holds: Callable[[Sizes], bool]) -> dict
     return None
 
 
+def hold_ones(given: Sequence[Any], masks: Sequence[int]) -> bool:
+    """Whether masks hold ones alone: on a GPU the host waits for the answer, as it does in models that look at them.
+
+    Args:
+        given: what a graph is called with.
+        masks: their places.
+
+    Returns:
+        False where the call is being captured into a CUDA graph of somebody's: nobody may wait there.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return all(bool((given[place] == 1).all()) for place in masks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """What runs near one point of a piece.
@@ -306,6 +323,8 @@ class Served:
         plain: the same with masks, for shapes at which they say more than a flag does.
         says_flags: whether the masks of a shape, by its open sizes, say what the flags in ``module`` do; None: there are none.
         in_segments: what does not depend on a growing cache's length may run as CUDA graphs.
+        unmasked: the graph for calls whose ``masks`` hold ones alone; None where they have the same one.
+        masks: places of these inputs.
     """
 
     sizes: Sizes
@@ -314,14 +333,16 @@ class Served:
     plain: GraphModule | None = None
     says_flags: Callable[..., bool] | None = None
     in_segments: bool = False
+    unmasked: GraphModule | None = None
+    masks: tuple[int, ...] = ()
 
     @property
     def modules(self) -> list[GraphModule]:
         """Its graphs."""
-        return [module for module in (self.module, self.plain) if module is not None]
+        return [module for module in (self.module, self.plain, self.unmasked) if module is not None]
 
     def graph_at(self, point: tuple[int, ...]) -> GraphModule:
-        """Return the graph that runs at a shape.
+        """Return the graph that runs at a shape, whatever its masks hold.
 
         Args:
             point: its open sizes.
@@ -330,6 +351,15 @@ class Served:
         chosen = self.module if flagged else self.plain
         assert chosen is not None  # `find` sends a call without a graph to the original ops
         return chosen
+
+    def graph_for(self, point: tuple[int, ...], given: Sequence[Any]) -> GraphModule:
+        """Return the graph that runs in a call.
+
+        Args:
+            point: its open sizes.
+            given: what the graph is called with.
+        """
+        return self.unmasked if self.unmasked is not None and hold_ones(given, self.masks) else self.graph_at(point)
 
     def distance(self, sizes: Sizes) -> float:
         """Return how far other sizes are: by their product first (what a kernel moves), then by each."""

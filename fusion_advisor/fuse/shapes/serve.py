@@ -25,7 +25,7 @@ from fusion_advisor.fuse.direct.direct_call import Shortcut
 from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.shapes.call_form import CallParts, Row, has_odd_strides, laid_out, odd_tensor, pattern_of, sizes_in
 from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding
-from fusion_advisor.fuse.shapes.pieces import Box, Piece, Served, contains
+from fusion_advisor.fuse.shapes.pieces import Box, Piece, Served, contains, hold_ones
 from fusion_advisor.fuse.start.untraced_call import TracedAgain, UntracedCall
 from fusion_advisor.records import SizeRange
 
@@ -51,6 +51,7 @@ class ServedPiece:
         untraced: makes the call where the piece's graph was read from a file.
         growing: symbols of the sizes that grow from call to call.
         cutter: lets parts of its calls run as CUDA graphs; None where none may.
+        masks: places of inputs that are looked at: calls in which they hold ones alone may have graphs of their own.
     """
 
     box: Box
@@ -67,11 +68,12 @@ class ServedPiece:
     untraced: UntracedCall | None = None
     growing: frozenset[Any] = frozenset()
     cutter: Cutter | None = None
+    masks: tuple[int, ...] = ()
     _wrap: Wrap | None = None
     _shortcut: Shortcut | UntracedCall | None = None
     _traced_anew: int = 0
-    _runners: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
-    _graphed: dict[tuple[int, ...], GraphedRegion] = field(default_factory=dict)
+    _runners: dict[tuple[tuple[int, ...], bool], Callable[..., Any]] = field(default_factory=dict)
+    _graphed: dict[tuple[tuple[int, ...], GraphModule], GraphedRegion] = field(default_factory=dict)
 
     def at(self, sizes: Sizes) -> Served:
         """Return what runs at some sizes."""
@@ -113,26 +115,27 @@ class ServedPiece:
     def forward(self, *args: Any) -> Any:
         """Run the graph of the piece."""
         key = tuple(args[slot] if dim is None else args[slot].shape[dim] for slot, dim in self.slots.values())
-        run = self._runners.get(key)
+        is_unmasked = bool(self.masks) and hold_ones(args, self.masks)
+        run = self._runners.get((key, is_unmasked))
         if run is None:
             if len(self._runners) >= _MOST_RUNNERS:
                 self._runners.clear()
                 self._graphed.clear()
-            run = self._runners[key] = self._runner(key)
+            run = self._runners[key, is_unmasked] = self._runner(key, is_unmasked=is_unmasked)
         return run(*args)
 
-    def _runner(self, key: tuple[int, ...]) -> Callable[..., Any]:
+    def _runner(self, key: tuple[int, ...], *, is_unmasked: bool) -> Callable[..., Any]:
         """Return what runs at a shape."""
         sizes = self._sizes(key)
         point = self.at(sizes)
-        module = point.graph_at(key)
+        module = point.unmasked if is_unmasked and point.unmasked is not None else point.graph_at(key)
         if self.cutter is not None and point.in_segments:
             fixed = tuple(size for name, size in sizes.items() if name != CACHED)
             return self.cutter.region(module, self.names, fixed) or module.forward
         if self._wrap is None:
             return module.forward
         exact, padding = self._region(key, module), self.padding
-        if padding is None or not padding.serves(module):
+        if padding is None or module is point.unmasked or not padding.serves(module):  # padding is masked
             return exact
         larger = padding.larger(sizes, self.box)
         if larger == sizes or (self.holds is not None and not self.holds(larger)):
@@ -146,10 +149,10 @@ class ServedPiece:
 
     def _region(self, key: tuple[int, ...], module: GraphModule) -> GraphedRegion:
         """Return what may be recorded for a shape: one for calls of it and for those that are rounded up to it."""
-        if key not in self._graphed:
+        if (key, module) not in self._graphed:
             assert self._wrap is not None
-            self._graphed[key] = self._wrap(module, self.names)
-        return self._graphed[key]
+            self._graphed[key, module] = self._wrap(module, self.names)
+        return self._graphed[key, module]
 
     def _sizes(self, key: tuple[int, ...]) -> dict[str, int]:
         return {**{one.name: one.least for one in self.box}, **dict(zip(self.slots, key, strict=True))}
@@ -194,6 +197,7 @@ def serving(piece: Piece, points: Sequence[Served], padding: Padding | None = No
         box=piece.box, compiled=opened.live.compiled, untraced=opened.live.untraced, route=region.route, slots=opened.slots(),
         points=tuple(points), names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
         writes=writes_to_inputs(region), padding=padding, growing=opened.symbols_of(CACHED),
+        masks=tuple(sorted({place for point in points for place in point.masks})),
     )  # fmt: skip
 
 
