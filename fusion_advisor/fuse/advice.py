@@ -16,14 +16,17 @@ import torch
 from fusion_advisor.capture.graph.split_bias import allows_tf32
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.fuse.decide.step_profile import attention_of
-from fusion_advisor.fuse.passes.attention import mask_meanings
+from fusion_advisor.fuse.dependence.masks_of_ones import mask_inputs, meanings_with_ones
+from fusion_advisor.fuse.passes.attention import mask_meanings, masked_calls
 from fusion_advisor.fuse.plan.plan import Plan
+from fusion_advisor.fuse.shapes.pieces import hold_ones
 from fusion_advisor.records import Arg, Capture, Chain, Finding, Match, OpClass, OpNode, Ref
 from fusion_advisor.records.op_facts import LOOP_PREFIX, item_bytes, overload_free
 from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE
 
 MIN_SHARE = 0.005
 """Of the captured step's device time: what saves less is not listed."""
+OF_ONES = ", of a mask of ones"
 _HALF = ("float16", "bfloat16")
 _TF32_CAPABILITY = (8, 0)
 
@@ -50,8 +53,18 @@ def torch_settings() -> TorchSettings:
 
 
 def evaluated_masks(live: LiveCapture) -> Mapping[str, int]:
-    """Count the attention calls whose traced mask says no more than a flag, by what it says (``causal``, ``all true``)."""
-    return Counter(meaning for region in live.regions for meaning in mask_meanings(region.graph.graph, region).values())
+    """Count the attention calls whose traced mask says no more than a flag, by what it says (``causal``, ``all true``).
+
+    Those that say it because the call's own mask holds ones alone are counted by themselves (``causal`` + :data:`OF_ONES`).
+    """
+    found = Counter(meaning for region in live.regions for meaning in mask_meanings(region.graph.graph, region).values())
+    for region in live.regions:
+        masks = mask_inputs(region)
+        if masks and hold_ones(region.example_args, [*masks.values()]):
+            found.update(
+                meaning + OF_ONES for meaning in meanings_with_ones(masked_calls(region.graph.graph), masks, {}).values()
+            )
+    return found
 
 
 def find_findings(capture: Capture, plan: Plan, settings: TorchSettings, masks: Mapping[str, int]) -> tuple[Finding, ...]:
@@ -189,15 +202,19 @@ def _traced_mask(capture: Capture, seen: _Seen, masks: Mapping[str, int]) -> Ite
         return
     traced, eager = attention_of(capture.launches), attention_of(capture.eager_launches)
     who = _mask_builder(capture, seen, calls)
-    kinds = " and ".join("an all-true mask" if name == "all true" else f"a {name} mask" for name in sorted(masks))
+    ones = {name for name in masks if name.endswith(OF_ONES)}
+    said = sorted({name.removesuffix(OF_ONES) for name in masks})
+    kinds = " and ".join("an all-true mask" if name == "all true" else f"a {name} mask" for name in said)
     is_lost = any(name == "math" for name, _, _ in traced) and not any(name == "math" for name, _, _ in eager)
     was, now = sum(ns for _, _, ns in eager), seen.time(calls)
     lost = ", fused attention is lost" if is_lost else ""
     yield seen.finding(
-        f"{who} builds {kinds} when traced{lost}",
+        f"{who} builds {kinds}{' of a mask of ones' if ones else ''} when traced{lost}",
         f"{sum(masks.values())} attention calls: {was / 1e6:.3f} ms as eager runs them ({_backends(eager)}), {now / 1e6:.3f} ms "
         f"traced ({_backends(traced)}); torch.compile and CUDA graph capture pay this too",
-        "fusion-advisor apply evaluates the mask and puts the flag in its place",
+        "leave the mask out of the inputs: it holds ones alone; calls in ranges (--shapes) go without such masks by themselves"
+        if ones
+        else "fusion-advisor apply evaluates the mask and puts the flag in its place",
         max(0, now - was),
         is_measured=True,
     )

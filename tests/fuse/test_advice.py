@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.advice import TorchSettings, evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.records import OpClass
 from fusion_advisor.records.serialize import read_capture
-from tests.tiny import patterns, profile_live, profiled
+from tests.tiny import patterns, profile_live, profiled, qwen2
 
 DATA = Path(__file__).parent.parent / "data" / "captures"
 ALL_ON = TorchSettings(allows_tf32=True, has_cudnn_benchmark=True)
@@ -204,6 +205,24 @@ def test_attention_that_is_written_out_is_found(how):
 def test_the_masks_of_a_model_are_evaluated():
     assert evaluated_masks(profiled("qwen2")[2]) == {"causal": 2}
     assert evaluated_masks(profiled("toy")[2]) == {}
+
+
+@pytest.mark.parametrize(("hidden", "masks"), [(0, {"causal, of a mask of ones": 2}), (1, {})])
+def test_a_mask_of_ones_that_the_call_passes_is_told_apart(hidden, masks):
+    torch.compiler.reset()
+    model, kwargs = qwen2()
+    kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
+    kwargs["attention_mask"][0, :hidden] = 0
+    with torch.no_grad():
+        live = capture_regions(model, (), kwargs)
+    assert evaluated_masks(live) == masks
+
+
+def test_a_mask_of_ones_can_be_left_out():
+    capture, plan = qwen_h200()
+    (found,) = titled(find_findings(capture, plan, ALL_ON, {"causal, of a mask of ones": 28}), "when traced")
+    assert found.title == "transformers 5.17.0 builds a causal mask of a mask of ones when traced"
+    assert found.change.startswith("leave the mask out of the inputs")
 
 
 def test_the_switches_are_read_as_they_are():

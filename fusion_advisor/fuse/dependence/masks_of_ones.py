@@ -14,11 +14,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fusion_advisor.capture.graph.fx_nodes import attention_argument
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.sizes.open_capture import base_of
-from fusion_advisor.fuse.passes.attention import masked_calls
 from fusion_advisor.fuse.rewrite.record import PointRewrite
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
@@ -75,17 +75,31 @@ SKIP_MASKS = PointRewrite(
 )
 
 
-def meanings_with_ones(graph: Graph, ones: Collection[Node], names: Mapping[Any, str]) -> dict[Node, str]:
+def mask_inputs(region: Region) -> dict[Node, int]:
+    """Return the masks of whole numbers or booleans that a call passes, each with its place among the inputs."""
+    inputs = [node for node in region.graph.graph.nodes if node.op == "placeholder"]
+    return {
+        node: place
+        for place, (node, name, role) in enumerate(zip(inputs, region.names, region.roles, strict=True))
+        if role == "input" and "mask" in name.rpartition(".")[2] and _is_whole(node.meta.get("val"))
+    }
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
+
+
+def meanings_with_ones(masked: Mapping[Node, Node], ones: Collection[Node], names: Mapping[Any, str]) -> dict[Node, str]:
     """Return the attention calls whose mask says no more than a flag where some inputs hold ones: ``causal``, ``all true``.
 
     Args:
-        graph: with open sizes.
+        masked: attention calls of a graph, each with its mask.
         ones: inputs.
         names: the dim that each symbol is the size of.
     """
     followed = _Followed(ones, names)
     found = {}
-    for call, mask in masked_calls(graph).items():
+    for call, mask in masked.items():
         known = followed.of(mask)
         queries, keys = (followed.size(attention_argument(call, name).meta["val"].shape[-2]) for name in ("query", "key"))
         if isinstance(known, Same) and known.number == (mask.meta["val"].dtype == torch.bool):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import ATTENTION, attention_argument
-from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.sizes.open_capture import Sizes
-from fusion_advisor.fuse.dependence.masks_of_ones import SKIP_MASKS, meanings_with_ones
+from fusion_advisor.fuse.dependence.masks_of_ones import SKIP_MASKS, mask_inputs, meanings_with_ones
 from fusion_advisor.fuse.passes.attention import DROP_MASKS, masked_calls, put_flag
 from fusion_advisor.fuse.passes.flash_attention import FLASH, use_flash
 from fusion_advisor.fuse.shapes.pieces import Served
@@ -57,36 +55,23 @@ def without_masks(work: Workpiece, served: Served) -> Served | None:
         served: without it; its graphs stay as they are.
     """
     region = work.opened.region
-    masks = _masks_of(region)
-    meanings = meanings_with_ones(region.graph.graph, masks, work.opened.names) if masks and served.module is not None else {}
+    masks = mask_inputs(region)
+    masked = masked_calls(region.graph.graph) if masks and served.module is not None else {}
+    meanings = meanings_with_ones(masked, masks, work.opened.names)
     said = {call.name: meaning for call, meaning in meanings.items()}
-    read = _read_by([mask for call, mask in masked_calls(region.graph.graph).items() if call in meanings])
+    read = _read_by([mask for call, mask in masked.items() if call in meanings])
     if served.module is None or not said:
         return None
     copied = fx_trace.copied_graph(served.module)
     calls = [node for node in copied.graph.nodes if node.target is ATTENTION and node.name in said]
-    masked = [call for call in calls if attention_argument(call, "attn_mask") is not None]
-    for call in masked:
+    changed = [call for call in calls if attention_argument(call, "attn_mask") is not None]
+    for call in changed:
         put_flag(call, said[call.name])
-    if not masked:
+    if not changed:
         return None
     copied.graph.eliminate_dead_code()
     copied.recompile()
     return replace(served, unmasked=copied, masks=tuple(place for mask, place in masks.items() if mask in read))
-
-
-def _masks_of(region: Region) -> dict[Node, int]:
-    """Return the masks of whole numbers or booleans that a call passes, each with its place among the inputs."""
-    inputs = [node for node in region.graph.graph.nodes if node.op == "placeholder"]
-    return {
-        node: place
-        for place, (node, name, role) in enumerate(zip(inputs, region.names, region.roles, strict=True))
-        if role == "input" and "mask" in name.rpartition(".")[2] and _is_whole(node.meta.get("val"))
-    }
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
 
 
 def _read_by(nodes: Collection[Node]) -> set[Node]:
