@@ -113,7 +113,6 @@ def apply(
             raise TypeError("a training step is rewritten anew in each process: leave plan out")
         if options:
             raise TypeError(f"a plan is put in as it was made, without {', '.join(sorted(options))}")
-        take_out(model)
         return _put_in(loaded, plan)
     from fusion_advisor.export.formats.write import write_run
     from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -130,8 +129,15 @@ def apply(
 
 
 def _put_in(loaded: LoadedWorkload, plan: SavedPlan) -> FusedModel:
-    """Put a saved plan into a model."""
+    """Put a saved plan into a model, in place of what an earlier ``apply`` put there."""
+    from os import PathLike
+
+    from fusion_advisor.fuse.slot.in_place import take_out
     from fusion_advisor.runtime.gc_pause import collector_paused
+
+    if isinstance(plan, str | PathLike):
+        raise TypeError(f"a plan is what fa.load_plan returns: plan=fa.load_plan({str(plan)!r})")
+    take_out(loaded.model)
 
     with collector_paused():  # see load_plan
         from fusion_advisor.fuse.live.restore_plan import apply_plan
@@ -191,9 +197,14 @@ def lay_out_weights(model: torch.nn.Module) -> int:
 
     Returns:
         How many parameters were moved; 0 where all lie so already.
+
+    Raises:
+        TypeError: it is no module.
     """
     from fusion_advisor.workload import weight_packing
+    from fusion_advisor.workload.load import refuse_non_module
 
+    refuse_non_module(model)
     return weight_packing.lay_out_weights(model)
 
 
@@ -204,7 +215,8 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
         run_dir: a run directory with ``report.json`` and ``capture.json.gz`` in it.
 
     Raises:
-        UnreadableReport: a file is missing, truncated or not one of ours.
+        NoPlan: it is no run directory, or one without a plan.
+        UnreadableReport: a file is truncated or not one of ours.
     """
     from pathlib import Path
 

@@ -11,7 +11,7 @@ class UnreadableReport(AdvisorError):
     code = "FA501"
     message = "`{name}` is not readable as a report: {detail}"
     note = "nothing was changed"
-    hint = "pass a run directory or its report.json; if the file was cut short, run the same command again"
+    hint = "pass a run directory, its report.json or, to `plan`, its capture.json.gz; if one was cut short, run again"
     exit_code = 9
 
 
@@ -120,6 +120,14 @@ class NoCapture(AdvisorError):
     note = "`profile` and `apply` write the capture; an interrupted run, a traced file and a training step have none"
     hint = "run `fusion-advisor profile MODEL_ID -o DIR`, then `fusion-advisor plan DIR`"
     exit_code = 9
+
+
+class NoPlan(NoCapture):
+    """A folder that was loaded as a saved plan, and holds none."""
+
+    message = "there is no saved plan in `{folder}`: it holds no capture.json.gz"
+    note = ""
+    hint = "a run directory of `fusion-advisor apply`, or of fa.apply(..., run_dir=...), is a saved plan"
 
 
 class MachineTooBusy(AdvisorError):

@@ -9,7 +9,7 @@ class UnknownModel(AdvisorError):
     """No model with this id was found."""
 
     code = "FA101"
-    message = "no model `{model_id}` {where}, and no such local directory"
+    message = "no model `{model_id}`{where}"
     note = "{reason}"
     hint = "{advice}"
     exit_code = 4
@@ -27,12 +27,18 @@ class UnknownModel(AdvisorError):
             unreachable: Why the Hub was not asked; empty when it answered.
         """
         if unreachable:
-            where, reason = "in the local cache or among the shipped configurations", f"the Hub was not asked: {unreachable}"
+            where, reason = (
+                " in the local cache or among the shipped configurations, and no such local directory",
+                f"the Hub was not asked: {unreachable}",
+            )
         else:
-            where = "on the Hugging Face Hub"
+            where = " on the Hugging Face Hub, and no such local directory"
             token = "this token may not read it" if has_token else "without a token (HF_TOKEN is not set)"
             reason = f"a private model looks the same {'when ' if has_token else ''}{token}"
         other = "check the id at https://huggingface.co/models, or pass a local directory or FILE.py:factory"
+        if model_id.startswith((".", "/", "~")):  # no id of the Hub begins so
+            where, reason = ": there is no such directory", ""
+            other = "a local model is a directory written by save_pretrained, or your own code: FILE.py:factory"
         advice = f"did you mean `{near}`?   ({near_source})" if near else other
         super().__init__(model_id=model_id, where=where, reason=reason, advice=advice, near=near)
 

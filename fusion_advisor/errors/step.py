@@ -58,7 +58,7 @@ class CannotWrite(AdvisorError):
 
     code = "FA306"
     message = "cannot write `{path}`: {detail}"
-    hint = "free some space, or choose another directory with -o"
+    hint = "choose another directory with -o; on a full disk, free some space"
     exit_code = 5
 
 

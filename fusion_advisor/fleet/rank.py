@@ -99,18 +99,14 @@ class Question:
     """Traces that have no part."""
     weights: Sequence[Weight] | None = None
     patterns: tuple[str, ...] = ()
-    job_pattern: str = ""
+    job_pattern: re.Pattern[str] | None = None
     min_share: float = 0.001
     top: int = 30
     tool: str = ""
 
 
 def rank_fleet(question: Question) -> FleetReport:
-    """Rank the chains of all traces.
-
-    Raises:
-        UsageError: ``--job`` is no regular expression.
-    """
+    """Rank the chains of all traces."""
     by_digest: dict[str, str] = {}
     for url, digest in sorted(question.digests.items()):
         by_digest.setdefault(digest, url)
@@ -126,13 +122,21 @@ def rank_fleet(question: Question) -> FleetReport:
     return _empty(question, failed)
 
 
-def _listed(by_digest: Mapping[str, str], job_pattern: str) -> pa.Table:
+def read_job_pattern(text: str) -> re.Pattern[str] | None:
+    """Read ``--job``; None where it is empty.
+
+    Raises:
+        UsageError: it is no regular expression.
+    """
     try:
-        pattern = re.compile(job_pattern) if job_pattern else None
+        return re.compile(text) if text else None
     except re.error as error:
         raise UsageError(
-            detail=f"--job `{job_pattern}` is no regular expression: {error}", help="for example 'runs/([^/]+)/'"
+            detail=f"--job `{text}` is no regular expression: {error}", help="for example 'runs/([^/]+)/'"
         ) from error
+
+
+def _listed(by_digest: Mapping[str, str], pattern: re.Pattern[str] | None) -> pa.Table:
     jobs = [job_in(url, pattern) if pattern else "" for url in by_digest.values()]
     return pa.table({"digest": list(by_digest), "url": list(by_digest.values()), "job": pa.array(jobs, pa.string())})
 

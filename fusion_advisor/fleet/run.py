@@ -10,7 +10,7 @@ from fusion_advisor.errors import CannotWrite
 from fusion_advisor.fleet import local_engine, ray_engine
 from fusion_advisor.fleet.find import find_traces
 from fusion_advisor.fleet.parts import whole_parts
-from fusion_advisor.fleet.rank import Question, rank_fleet
+from fusion_advisor.fleet.rank import Question, rank_fleet, read_job_pattern
 from fusion_advisor.fleet.reduce import reduce_trace
 from fusion_advisor.fleet.task import MOST_EVENTS, Reduced, Task
 from fusion_advisor.fleet.weights import read_weights
@@ -68,7 +68,9 @@ def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: No
         CannotWrite: the disk is full.
         BadWeights: the file of --weights cannot be used.
         EngineLost: Ray went away.
+        UsageError: ``--job`` is no regular expression; nothing was read.
     """
+    job_pattern = read_job_pattern(options.job_pattern)
     weights = read_weights(options.weights) if options.weights else None
     sources = find_traces(options.patterns)
     parts = options.output / PARTS
@@ -86,7 +88,7 @@ def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: No
         failed=tuple(failed),
         weights=weights,
         patterns=options.patterns,
-        job_pattern=options.job_pattern,
+        job_pattern=job_pattern,
         min_share=options.min_share,
         top=options.top,
         tool=options.tool,

@@ -20,8 +20,8 @@ from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.profile import profile_model
 from fusion_advisor.capture.unchanged_step import KNOWN_TO, Measurement
 from fusion_advisor.chains.launch_bound import judge_launches
-from fusion_advisor.codegen.cpp.backend import find_compiler
-from fusion_advisor.errors import NoCompiler, NoTensorOutput
+from fusion_advisor.codegen.registry import refuse_unready
+from fusion_advisor.errors import NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.apply_again import apply_again, memory_of
 from fusion_advisor.fuse.apply_shapes import check_ranges, with_shapes
@@ -108,7 +108,7 @@ def apply_workload(
         OutOfMemory: with what to try instead.
         KernelFaulted: a kernel faulted on a GPU; ``on_report`` has a report that names it by then.
     """
-    _refuse_unready(loaded)
+    _refuse_unready(loaded, options)
     calls = None if options.shapes is None else check_ranges(loaded, options)
     instruments = instruments.with_effort(options.effort)
     progress = progress or Progress()
@@ -189,11 +189,10 @@ def _apply(
         return replace(run, write_start=partial(write_start, loaded, live))
 
 
-def _refuse_unready(loaded: LoadedWorkload) -> None:
+def _refuse_unready(loaded: LoadedWorkload, options: ApplyOptions) -> None:
     """Refuse, ahead of any work, a model or a machine on which nothing could be kept."""
     refuse_in_vain(loaded.model, loaded.record.model_id)
-    if loaded.record.device == "cpu" and find_compiler() is None:
-        raise NoCompiler
+    refuse_unready(options.backend, torch.device(loaded.record.device).type)
 
 
 def _refuse_without_output(loaded: LoadedWorkload, live: LiveCapture) -> None:

@@ -86,8 +86,7 @@ def describe_live(
         TypeError: it is no module.
         CannotCapture: a tensor of it or of the call is sparse, nested, or without numbers.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a torch.nn.Module is expected, not {type(model).__name__}: wrap a function in a module's forward")
+    refuse_non_module(model)
     kwargs = dict(kwargs or {})
     _refuse_without_numbers(model, tuple(args), kwargs, _name_of(model))
     metas = input_metas(model, args, kwargs)
@@ -101,6 +100,23 @@ def describe_live(
     notes = ("the model is in training mode: dropout is part of what is measured",) if model.training else ()
     record = _record(request, model, metas, device=device, seq_len=_seq_len_of(metas), weights="user")
     return LoadedWorkload(model=model, args=tuple(args), kwargs=kwargs, record=record, request=request, notes=notes)
+
+
+def refuse_non_module(given: object) -> None:
+    """Refuse what is given for a model and is none.
+
+    Raises:
+        TypeError: with what to do.
+    """
+    if isinstance(given, nn.Module):
+        return
+    if isinstance(given, str):
+        what = f"the name {given!r}: load it first, as with transformers.AutoModel.from_pretrained({given!r})"
+    elif isinstance(given, type):
+        what = f"the class {given.__name__}: make one of it, {given.__name__}(...)"
+    else:
+        what = f"{type(given).__name__}: wrap a function in a module's forward"
+    raise TypeError(f"a torch.nn.Module is expected, not {what}")
 
 
 def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWorkload:

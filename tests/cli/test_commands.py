@@ -110,6 +110,11 @@ def test_report_again(run: Run) -> None:
         (("report", "."), 9, "the directory holds no report.json"),
         (("apply", "20300101-000000-abcdef"), 9, "error[FA504]"),
         (("apply",), 9, "error[FA504]"),
+        (("apply", "@frist"), 9, "no run `@frist`"),
+        (("apply", "m", "-o", "taken"), 5, "cannot write `taken`: it is a file"),
+        (("profile", "--trace", "no.json"), 2, "--trace no.json: there is no such file"),
+        (("fleet", "*.json", "--engine", "ray", "--processes", "3"), 2, "--processes 3 is of --engine local"),
+        (("kernels", "check", "swiglu", "--all"), 2, "`swiglu` and --all contradict each other"),
         (("profile", "m", "--format", "pdf"), 2, "--format pdf is not known"),
         (("profile", "m", "-q", "-v"), 2, "contradict"),
         (("profile", "m", "--min-share", "lots"), 2, "is not a share"),
@@ -121,6 +126,7 @@ def test_report_again(run: Run) -> None:
     ],
 )
 def test_mistakes(run: Run, arguments: tuple[str, ...], code: int, text: str) -> None:
+    Path("taken").touch()
     ran = run(*arguments)
     assert ran.code == code, ran.err
     assert text in ran.err
@@ -148,7 +154,8 @@ def test_a_copy_without_source_and_paths(run: Run) -> None:
     assert not [path for path in written if source in path.read_text()]
     assert not any(fusion.original_source for fusion in read_report(Path("copy/report.json")).fusions)
     refused = run("report", "--redact", "paths")
-    assert refused.code == 2 and "pass -o DIR" in refused.err
+    assert refused.code == 2 and "next to fusion-runs/20300102-030405-7f3a9c/report.json" in refused.err
+    assert "pass -o DIR" in refused.err
     assert run("report", "--redact", "names", "-o", "copy").code == 2
 
 
@@ -286,7 +293,7 @@ def test_every_error_has_an_example_with_all_its_facts() -> None:
     [
         ("FA599", ("codes about files", "FA501", "FA511")),
         ("fa3", ("codes about running the model", "FA301")),
-        ("FA999", ("codes by subject", "FA4xx  kernels", "FA7xx  gates")),
+        ("FA999", ("codes by subject", "FA4xx  kernels", "FA7xx  gates", "FA8xx  several ranks")),
         ("profiler", ("these mention `profiler`", "FA502", "FA509")),
         ("zebra", ("codes by subject",)),
     ],
@@ -311,8 +318,8 @@ def test_an_unknown_code_is_answered_with_its_neighbours_by_meaning(run: Run, as
         (("profile", "m", "--batch", "0"), ("--batch must be at least 1, not `0`",)),
         (("profile", "m", "--batch", "many"), ("--batch must be a whole number, not `many`",)),
         (("apply", "m", "--confidence", "2"), ("--confidence must be above 0.5 and below 1, not `2`",)),
-        (("apply", "m", "--min-gain", "x"), ("`x` is not a share", "write 0.5% or 0.005")),
-        (("apply", "m", "--min-time", "x"), ("`x` is not a time", "write 2s or 500ms")),
+        (("apply", "m", "--min-gain", "x"), ("--min-gain x is not a share", "write --min-gain 0.5% or 0.005")),
+        (("apply", "m", "--min-time", "x"), ("--min-time x is not a time", "write --min-time 2s or 500ms")),
         (("kernels", "show", "swiglu", "--backend", "c++"), ("--backend cannot be `c++`", "did you mean `cpp`?")),
         (("kernels", "show", "gelu"), ("did you mean `gelu_erf` or `gelu_tanh`?",)),
         (("kernels", "show", "layer_norm"), ("did you mean `layernorm`",)),

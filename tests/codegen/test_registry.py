@@ -74,3 +74,17 @@ def test_a_backend_with_tile_parameters_has_launches_to_try():
         if not one.tile_parameters:
             with pytest.raises(NotImplementedError):
                 one.search(program, None)
+
+
+def test_a_backend_whose_kernels_do_not_run_on_the_device_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UsageError, match="--backend triton makes kernels for cuda, and the model is on cpu") as caught:
+        registry.refuse_unready("triton", "cpu")
+    assert "use cpp" in caught.value.hint_text
+    with pytest.raises(UsageError, match="--backend cpp makes kernels for cpu, and the model is on cuda"):
+        registry.refuse_unready("cpp", "cuda")
+    for asked in ("triton", "cuda", "fastest", None):
+        registry.refuse_unready(asked, "cuda")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("CXX", "true")
+    registry.refuse_unready("triton", "cpu")

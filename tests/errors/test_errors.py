@@ -43,3 +43,10 @@ def test_an_error_of_a_worker_process_keeps_its_class_and_its_facts():
 def test_a_traceback_ends_with_the_note_and_the_hint():
     lines = traceback.format_exception(errors.UsageError(detail="the call has no tensor `x`", help="it has args.0"))
     assert lines[-1].strip() == "it has args.0"
+
+
+def test_a_path_that_is_no_directory_is_not_looked_for_on_the_hub():
+    said = errors.UnknownModel(model_id="./nothing")
+    assert str(said) == "no model `./nothing`: there is no such directory" and said.note_text == ""
+    assert "FILE.py:factory" in said.hint_text
+    assert "on the Hugging Face Hub, and no such local directory" in str(errors.UnknownModel(model_id="nothing"))

@@ -8,7 +8,7 @@ import pytest
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fleet.parts import write_part
-from fusion_advisor.fleet.rank import Question, rank_fleet
+from fusion_advisor.fleet.rank import Question, rank_fleet, read_job_pattern
 from fusion_advisor.fleet.weights import Weight
 from fusion_advisor.records.trace import ClassTime, FleetChain, TracePart
 
@@ -96,10 +96,10 @@ def test_equal_files_count_once(tmp_path):
 
 
 def test_a_pattern_names_the_jobs(tmp_path):
-    report = ranked(tmp_path, [A, B], job_pattern=r"/(\d)\.")
+    report = ranked(tmp_path, [A, B], job_pattern=read_job_pattern(r"/(\d)\."))
     assert [row.name for row in report.by_job] == ["1", "2"]
     with pytest.raises(UsageError, match="no regular expression"):
-        ranked(tmp_path, [A], job_pattern="(")
+        read_job_pattern("(")
 
 
 def test_days_show_only_where_there_are_two(tmp_path):

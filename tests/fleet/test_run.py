@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_advisor.fleet.run import run_fleet
+from fusion_advisor.errors import UsageError
+from fusion_advisor.fleet.run import FleetOptions, run_fleet
 
 
 def test_every_trace_is_ranked_or_has_a_reason(once):
@@ -39,6 +40,13 @@ def test_the_ranking_is_that_of_the_traces_themselves(once, traces):
                 sums[name] = sums.get(name, 0) + chain.device_ns
     best = sorted(sums.items(), key=lambda row: -row[1])[: len(report.chains)]
     assert [(row.ops, round(row.gpu_hours * 3.6e12)) for row in report.chains][:10] == best[:10]
+
+
+def test_a_pattern_of_jobs_that_is_none_is_refused_before_a_trace_is_read(tmp_path):
+    (tmp_path / "a.json").touch()
+    with pytest.raises(UsageError, match="no regular expression"):
+        run_fleet(FleetOptions(patterns=(str(tmp_path / "*.json"),), output=tmp_path / "out", job_pattern="("))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -71,6 +71,12 @@ def test_without_a_run_directory_nothing_is_written(tmp_path, monkeypatch):
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match="wrap a function in a module"):
         fusion_advisor.apply(torch.tanh, torch.randn(3))
+    with pytest.raises(TypeError, match=r"the name 'gpt2': load it first.*from_pretrained\('gpt2'\)"):
+        fusion_advisor.lay_out_weights("gpt2")
+    with pytest.raises(TypeError, match=r"the class Toy: make one of it, Toy\(...\)"):
+        fusion_advisor.apply(Toy, torch.randn(3))
+    with pytest.raises(TypeError, match=r"plan=fa.load_plan\('runs/mine'\)"):
+        fusion_advisor.apply(Toy().eval(), torch.randn(2, 32), plan="runs/mine")
     scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()).eval())
     with pytest.raises(CannotCapture, match="TorchScript"):
         fusion_advisor.apply(scripted, torch.randn(2, 3))

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from fusion_advisor import units
 from fusion_advisor.records import Report, Status
 from fusion_advisor.report import shared_rows
-from fusion_advisor.report.markdown import LIMIT, code_span, escape, fenced, render_markdown, sticky_key
+from fusion_advisor.report.markdown import LIMIT, MAX_ROWS, code_span, escape, fenced, render_markdown, sticky_key
 from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, padded_shapes, profiled, real, shapes, sized, with_a_copy
 
 MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table").enable("strikethrough")
@@ -178,3 +178,13 @@ def test_any_source_stays_in_its_fence(source: str) -> None:
     html = MARKDOWN.render(f"{block}\n\nafter\n")
     assert html.count("<pre>") == 1
     assert html.endswith("<p>after</p>\n")
+
+
+def test_the_next_steps_are_said_whole() -> None:
+    assert "patch (a diff against the model's source):" in render_markdown(applied())
+
+
+def test_one_fusion_that_is_left_out_is_one() -> None:
+    report = applied()
+    rows = (report.fusions * (MAX_ROWS + 1))[: MAX_ROWS + 1]
+    assert "1 more fusion is in the full report." in render_markdown(replace(report, fusions=rows))

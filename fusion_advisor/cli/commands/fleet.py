@@ -64,6 +64,10 @@ def fleet(
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
     if address and engine is not Engine.RAY:
         raise UsageError(detail="--address is the address of a Ray cluster", help="add --engine ray, or leave --address out")
+    if processes and engine is Engine.RAY:
+        raise UsageError(
+            detail=f"--processes {processes} is of --engine local; Ray has a worker for each core", help="leave one of them out"
+        )
     with TerminalProgress(settings) as progress:
         report = core.run_fleet(
             _said_to(progress),
@@ -74,7 +78,7 @@ def fleet(
             processes=processes,
             weights=weights,
             job_pattern=job or "",
-            min_share=options.parse_share(min_share),
+            min_share=options.parse_share("--min-share", min_share),
             top=top,
             kernel_dirs=options.kernel_dirs(kernels),
             tool=tool_version(),

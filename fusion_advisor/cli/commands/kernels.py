@@ -118,7 +118,8 @@ def check_command(
     """Build a kernel for every case of its manifest and compare it with its reference (exit 10 if one fails)."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
     if check_all == bool(name):
-        raise UsageError(detail="name a kernel or give --all", help="`fusion-advisor kernels list` shows all")
+        detail = f"`{name}` and --all contradict each other: leave one out" if name else "name a kernel or give --all"
+        raise UsageError(detail=detail, help="`fusion-advisor kernels list` shows all")
     directories = options.kernel_dirs(kernels)
     names = [kernel.name for kernel in core.list_kernels(directories)] if check_all else [name]
     backends = [one.value for one in backend] or None

@@ -49,7 +49,7 @@ def plan(
     from fusion_advisor.fuse.plan.options import ProfileOptions
 
     chosen = ProfileOptions(
-        min_share=options.parse_share(min_share),
+        min_share=options.parse_share("--min-share", min_share),
         top=top,
         only=tuple(only or ()),
         skip=tuple(skip or ()),

@@ -76,7 +76,7 @@ def profile(
     )
     trace.check_usage(context, model_id, trace_file)
     if trace_file is not None:
-        share, dirs = options.parse_share(min_share), options.kernel_dirs(kernels)
+        share, dirs = options.parse_share("--min-share", min_share), options.kernel_dirs(kernels)
         trace.run_trace(settings, trace_file, min_share=share, top=top, kernel_dirs=dirs, as_json=as_json)
         return
     from fusion_advisor.cli.common import runner
@@ -85,9 +85,9 @@ def profile(
     chosen = ProfileOptions(
         warmup=warmup,
         runs=runs,
-        min_time_s=options.parse_seconds(min_time),
+        min_time_s=options.parse_seconds("--min-time", min_time),
         steps=steps,
-        min_share=options.parse_share(min_share),
+        min_share=options.parse_share("--min-share", min_share),
         top=top,
         only=tuple(only or ()),
         skip=tuple(skip or ()),

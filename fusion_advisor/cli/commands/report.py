@@ -55,8 +55,8 @@ def report(
         from fusion_advisor.report import redact as redacting
 
         if target.resolve() == path.parent.resolve():
-            detail = "the run's own report.json, which is not redacted, is in that directory"
-            raise UsageError(detail=detail, help="pass -o DIR for a copy that can be given away")
+            detail = f"--redact {','.join(hidden)} would write a copy next to {path}, which is not redacted"
+            raise UsageError(detail=detail, help="pass -o DIR, a folder for the copy")
         if embed_trace:
             detail = "a trace contains names of modules, files and the machine, and --redact does not change traces"
             raise UsageError(detail=detail, help="leave out --embed-trace, or --redact")

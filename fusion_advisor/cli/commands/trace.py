@@ -30,6 +30,11 @@ def check_usage(context: typer.Context, model_id: str, trace_file: Path | None) 
         named = {option.name: option.opts[-1] for option in context.command.params}
         words = ", ".join("MODEL_ID" if name == "model_id" else named.get(name, name) for name in others)
         raise UsageError(detail=f"--trace reads a file and runs nothing, so it takes no {words}", help=f"leave {words} out")
+    if not trace_file.exists():
+        raise UsageError(
+            detail=f"--trace {trace_file}: there is no such file",
+            help="pass a trace of torch.profiler (.json or .json.gz), or a folder with one of each rank",
+        )
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -98,7 +98,12 @@ def configure(context: typer.Context, path: Path | None) -> None:
             of = f"`{setting.command}`" if setting.command else "any command"
             name = _spelled(setting.key, setting)
             what = "it" if name == setting.source else f"`{name}`"
-            raise BadConfig(source=setting.source, detail=f"{what} is no option of {of}", hint=hint)
+            detail = f"{what} is no option of {of}"
+            if isinstance(setting.value, dict):
+                tables = difflib.get_close_matches(setting.key, sorted(known), n=1, cutoff=0.5)
+                detail = f"[{name}] is no table of a command"
+                hint = f"did you mean [{tables[0]}]?" if tables else f"tables are {', '.join(f'[{one}]' for one in known)}"
+            raise BadConfig(source=setting.source, detail=detail, hint=hint)
         if setting.key in _NEVER_FROM_A_FILE:
             raise BadConfig(
                 source=setting.source,
@@ -214,7 +219,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_regular(path, _MOST_BYTES).decode())
     except (ValueError, RecursionError) as error:  # TOML's and UTF-8's complaints, and a number of thousands of digits
-        raise BadConfig(source=str(path), detail=f"is no TOML: {error}", hint="see https://toml.io") from error
+        raise BadConfig(source=str(path), detail=f"it is no TOML: {error}", hint="see https://toml.io") from error
     except OSError as error:
         raise BadConfig(source=str(path), detail=error.strerror or str(error), hint="check its path and rights") from error
 

@@ -12,7 +12,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     },
     "FA101": {
         "model_id": "gtp2",
-        "where": "on the Hugging Face Hub",
+        "where": " on the Hugging Face Hub, and no such local directory",
         "reason": "a private model looks the same without a token (HF_TOKEN is not set)",
         "advice": "did you mean `gpt2`?",
     },

@@ -11,6 +11,7 @@ SUBJECTS = {
     "5": "files (reports, traces, runs, plans)",
     "6": "reasons why a chain has no kernel (in a report)",
     "7": "gates of compare and apply",
+    "8": "several ranks under torchrun",
 }
 """First digit of a code: what the codes are about."""
 

@@ -81,20 +81,20 @@ else:
     BackendChoice = enum.StrEnum("BackendChoice", {name.upper(): name for name in (*NAMES, "fastest")})
 
 
-def parse_share(text: str) -> float:
-    """Read ``0.5%`` or ``0.005``."""
+def parse_share(option: str, text: str) -> float:
+    """Read an option's ``0.5%`` or ``0.005``."""
     number = text.strip().removesuffix("%")
     try:
         value = float(number) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise UsageError(detail=f"`{text}` is not a share", help="write 0.5% or 0.005")
+        raise UsageError(detail=f"{option} {text} is not a share, 0 to below 100 %", help=f"write {option} 0.5% or 0.005")
     return value
 
 
-def parse_seconds(text: str) -> float:
-    """Read ``2s``, ``500ms`` or ``2``, which is seconds; an hour at most."""
+def parse_seconds(option: str, text: str) -> float:
+    """Read an option's ``2s``, ``500ms`` or ``2``, which is seconds; an hour at most."""
     number = text.strip()
     unit = next((unit for unit in ("ms", "s") if number.endswith(unit)), "")
     try:
@@ -102,7 +102,7 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 3600:
-        raise UsageError(detail=f"`{text}` is not a time", help="write 2s or 500ms, an hour at most")
+        raise UsageError(detail=f"{option} {text} is not a time", help=f"write {option} 2s or 500ms, an hour at most")
     return value
 
 

@@ -120,7 +120,10 @@ def refuse_taken(directory: Path, *, force: bool) -> None:
 
     Raises:
         RunExists: It does, and ``force`` was not given.
+        CannotWrite: It is a file.
     """
+    if directory.exists() and not directory.is_dir():
+        raise CannotWrite(path=directory, detail="it is a file")
     if (directory / "report.json").exists() and not force:
         raise RunExists(path=directory)
 
@@ -173,7 +176,7 @@ def known_runs() -> list[Path]:
 def is_run(name: str) -> bool:
     """Whether an argument of ``apply`` names a run rather than a model."""
     path = Path(name)
-    if name == "@last" or _RUN_ID.fullmatch(name) or re.fullmatch(r"\d{8}-[\d-]*[0-9a-f]*", name):
+    if name.startswith("@") or _RUN_ID.fullmatch(name) or re.fullmatch(r"\d{8}-[\d-]*[0-9a-f]*", name):
         return True
     return path.name == "report.json" or (path / "report.json").is_file() or (path / "request.json").is_file()
 

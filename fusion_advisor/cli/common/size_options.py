@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,7 +68,15 @@ def read_sizes(
             detail="--shapes and --dry-run contradict each other: ranges are decided by timing, and a dry run times nothing",
             help="leave one of them out",
         )
-    from fusion_advisor.fuse.plan.size_ranges import read_points, read_shapes
+    from fusion_advisor.fuse.plan.size_ranges import KNOWN, read_points, read_shapes
 
     request = read_shapes(shapes)
+    for name in (one.name for one in request.ranges):
+        if name not in KNOWN:
+            near = difflib.get_close_matches(name, KNOWN, n=1) or [known for known in KNOWN if name.startswith(known)]
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(
+                detail=f"--shapes: `{name}` is no dim that is found by itself",
+                help=f"{meant}use {', '.join(KNOWN[:-1])} or {KNOWN[-1]}; in Python, shapes={{...}} names dims of yours",
+            )
     return request, read_points(points or "", request.ranges)

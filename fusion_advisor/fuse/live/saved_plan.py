@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusion_advisor.errors import AdvisorError, UnreadableReport
+from fusion_advisor.errors import AdvisorError, NoPlan, UnreadableReport
 from fusion_advisor.fuse.decide.session import BuiltFusion
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.passes.registry import REWRITES, kept_ids
@@ -105,7 +105,8 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
         run_dir: a run directory of ``apply``, with its ``report.json`` and ``capture.json.gz``.
 
     Raises:
-        UnreadableReport: a file is missing, truncated or not one of ours.
+        NoPlan: it is no run directory, or one without a plan.
+        UnreadableReport: a file is truncated or not one of ours.
     """
     # In the process that captured, the collector would walk all objects that dynamo keeps.
     with collector_paused():
@@ -113,6 +114,8 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
 
 
 def _load(folder: Path) -> SavedPlan:
+    if not (folder / "capture.json.gz").is_file():
+        raise NoPlan(folder=folder)
     capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
     if report.training is not None:
         detail = 'it is of a training step, which is rewritten in the process that trains: fa.apply(model, inputs, phase="train")'

@@ -21,8 +21,8 @@ from fusion_advisor.capture.graph import tracer
 from fusion_advisor.capture.step_memory import record_step_memory
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.training import in_training
-from fusion_advisor.codegen.cpp.backend import find_compiler
-from fusion_advisor.errors import CannotCapture, NoCompiler
+from fusion_advisor.codegen.registry import refuse_unready
+from fusion_advisor.errors import CannotCapture
 from fusion_advisor.fuse.after_side import profile_of, without_doubles
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
@@ -112,8 +112,7 @@ def apply_training(
         OutOfMemory: with what to try instead.
     """
     check_training_options(options)
-    if loaded.record.device == "cpu" and find_compiler() is None:
-        raise NoCompiler
+    refuse_unready(options.backend, torch.device(loaded.record.device).type)
     tracer.refuse_own_ops(loaded.model, loaded.args, loaded.kwargs, loaded.record.model_id)
     clock = PhaseClock(progress := progress or Progress(), is_whole=True)
     with (

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -24,6 +24,11 @@ _OTHERWISE_ON_THE_COMMAND_LINE = {
     "output": "run_dir=...",
 }  # fmt: skip
 """Options of the command line that have another name in Python."""
+_OF_THE_CALL = {
+    "dtype": "model.to(torch.bfloat16)", "device": "model.to(...)", "batch": "inputs", "seq_len": "inputs", "input": "inputs",
+    "context": "inputs", "layers": "the model", "weights": "the model",
+}  # fmt: skip
+"""Options of the command line that say which model and call it makes; in Python both are there already."""
 
 
 def read_options(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
@@ -51,15 +56,26 @@ def read_options(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
         return msgspec.convert(values, kind, dec_hook=_path)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).replace("`array`", "a list").partition(" - at `$.")
+        option = where.rstrip("`")
+        if choices := _choices(kind, option):
+            reason = f"{values[option]!r} is none of {', '.join(map(repr, choices))}"
         raise UsageError(
-            detail=f"{where.rstrip('`') or 'the options'}: {reason[:1].lower()}{reason[1:]}",
+            detail=f"{option or 'the options'}: {reason[:1].lower()}{reason[1:]}",
             help=f"see help(fusion_advisor.fuse.plan.options.{kind.__name__})",
         ) from None
+
+
+def _choices(kind: type, option: str) -> tuple[str, ...]:
+    """Return the words that an option takes; none where it takes others than words."""
+    found = get_args(get_type_hints(kind).get(option))
+    return found if found and all(isinstance(one, str) for one in found) else ()
 
 
 def _instead(name: str, known: list[str]) -> str:
     if name in _OTHERWISE_ON_THE_COMMAND_LINE:
         return f": in Python it is {_OTHERWISE_ON_THE_COMMAND_LINE[name]}"
+    if name in _OF_THE_CALL:
+        return f": the model and the inputs that you pass decide it ({_OF_THE_CALL[name]})"
     near = difflib.get_close_matches(name, known, n=2)
     return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(known)}"
 

@@ -48,9 +48,9 @@ def dims_of(args: Sequence[Any], kwargs: Mapping[str, Any], request: ShapeReques
     if missing:
         known = "" if set(missing) <= set(KNOWN) else f"; names that are found by themselves are {', '.join(KNOWN)}"
         detail = f"no tensor of the call has a dim {', '.join(missing)}{known}"
-        raise UsageError(
-            detail=detail, help="fa.apply(..., shapes={'input': ('batch=1..16', None)}) names the dims of each tensor"
-        )
+        path = next(iter(tensors), "x")
+        named = f"{{{path!r}: ('{missing[0]}=1..16', None)}}"
+        raise UsageError(detail=detail, help=f"fa.apply(..., shapes={named}) names each dim of a tensor; None does not vary")
     return found
 
 

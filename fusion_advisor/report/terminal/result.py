@@ -76,6 +76,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         lines += [fitted_table(_fusion_columns(report), console), Text("")]
     else:
         why = "no chain had a kernel" if report.chains else "no chain was ranked"
+        why = "the run was interrupted before" if report.status == "interrupted" else why
         lines.append(text_line(f"No rewrite was tried: {why}.", console))
     lines += [*size_lines(report.shapes, console), *rank_lines(ranks_view(report.ranks), console)]
     lines += way_table(report, console) or _baselines(report, console)

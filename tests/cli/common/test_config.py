@@ -97,7 +97,7 @@ def test_a_file_s_value_in_another_tool_s_words_gets_a_hint(run: Run) -> None:
     [
         ("bacth = 3", "`bacth` is no option of any command", "did you mean `batch`?"),
         ("[apply]\nmd-limit = 3", "`md-limit` is no option of `apply`", ""),
-        ("[aply]\nbatch = 3", "`aply` is no option", ""),
+        ("[aply]\nbatch = 3", "[aply] is no table of a command", "did you mean [apply]?"),
         ("config = 'x'", "`config` is no option", ""),
         ("trust-remote-code = true", "may only be given on the command line", "pass --trust-remote-code"),
         ("force = true", "may only be given on the command line", ""),

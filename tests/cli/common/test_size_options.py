@@ -53,6 +53,8 @@ def test_a_file_may_ask_for_ranges(run: Run, fake: Core) -> None:
         (("--shapes", "batch"), "batch has no range", "write --shapes"),
         (("--shapes", "batch=0..4"), "batch begins at 0", ""),
         (("--shapes", "batch=4..2"), "batch=4..2 holds no size", "least size first"),
+        (("--shapes", "sequence=1..4"), "`sequence` is no dim", "did you mean seq? use batch, seq"),
+        (("--shapes", "rows=1..4"), "`rows` is no dim", "use batch, seq, frames, height, width or cached"),
         (("--shapes", ""), "no range is given", "write --shapes"),
         (("--shapes", "batch=1..4", "--points", "seq=1"), "in `seq=1` batch has no size", "--shapes says batch=1..4"),
         (("--shapes", "batch=1..4", "--points", "batch=5"), "in `batch=5` batch is 5", "--shapes says batch=1..4"),

@@ -12,7 +12,7 @@ import torch
 
 import fusion_advisor
 from fusion_advisor.codegen.cpp.backend import _FAST_FLAGS, CppKernel, find_compiler
-from fusion_advisor.errors import AutocastAround, ModelInTraining, PlanMismatch, UnreadableReport, WeightsApart
+from fusion_advisor.errors import AutocastAround, ModelInTraining, NoPlan, PlanMismatch, UnreadableReport, WeightsApart
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.graph_difference import first_difference
 from fusion_advisor.fuse.live.restore_plan import apply_plan, require_room
@@ -191,6 +191,9 @@ def test_another_shape_or_model_is_refused(loaded, quick):  # noqa: F811
 
 
 def test_a_run_without_its_files_is_refused(tmp_path):
+    with pytest.raises(NoPlan, match=r"no saved plan in .*no capture\.json\.gz"):
+        load_plan(tmp_path)
+    (tmp_path / "capture.json.gz").touch()
     with pytest.raises(UnreadableReport):
         load_plan(tmp_path)
 

@@ -60,6 +60,12 @@ def test_a_name_that_is_no_dim_is_refused(shapes, words):
         dims_of((), {"input_ids": IDS}, read_shapes(shapes))
 
 
+def test_the_way_out_names_a_tensor_of_the_call():
+    with pytest.raises(UsageError) as caught:
+        dims_of((torch.zeros(3, 4),), {}, read_shapes("height=2..4"))
+    assert "shapes={'args.0': ('height=1..16', None)}" in caught.value.hint_text
+
+
 def test_a_call_is_repeated_or_cut_off():
     dims = {"input_ids": ("batch", "seq"), "attention_mask": ("batch", "seq")}
     fixed = torch.zeros(2, 6)

@@ -138,6 +138,14 @@ def test_what_limits_the_figures_is_said() -> None:
     assert "No chain of pointwise or reduction ops was found" in "\n".join(shown("empty", 80))
 
 
+def test_a_run_that_was_interrupted_before_its_rewrites_does_not_blame_the_chains() -> None:
+    report = replace(applied(), fusions=(), rewrites=(), status="interrupted")
+    printed = io.StringIO()
+    console = Console(file=printed, width=120)
+    console.print(result_table(report, console))
+    assert "No rewrite was tried: the run was interrupted before." in printed.getvalue()
+
+
 def test_a_limit_of_the_users_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = replace(applied(), tolerance=Tolerance(rtol=0.01, atol=1e-3))
     monkeypatch.setitem(ALL, "asked", lambda: asked)
