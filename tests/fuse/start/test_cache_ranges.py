@@ -173,7 +173,7 @@ def test_a_step_goes_on_with_what_is_in_the_cache_now(name, folder):
             finally:
                 dict.pop(registry(), "other", None)
             assert fused.traced_because == "" and fused.fallbacks == {} and frames() == before
-            assert [one.left for one in untraced_calls(fused)] == [[]]
+            assert not any(one.left for one in untraced_calls(fused))
 
 
 @pytest.mark.parametrize("name", READ_IN_A_STEP)
