@@ -137,6 +137,10 @@ def is_left_alone(holder: Any, value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or (type(holder) in DICTS and trusts_tensors_in_dicts())
 
 
-def is_namespace(value: Any) -> bool:
-    """Whether a dict is a Python module's globals."""
-    return type(value) is dict and "__builtins__" in value
+def is_shared(value: Any) -> bool:
+    """Whether others set items of a dict between two calls: a module's globals, or a registry, which is of a class of its own.
+
+    So its version changes often, and the items that were read are compared one by one then. transformers notes in a registry what
+    each class of models can record, whenever a model is made.
+    """
+    return isinstance(value, dict) and ("__builtins__" in value if type(value) is dict else type(value) not in DICTS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from fusion_advisor.runtime.torch_internals import compiled_code, dynamo
 from fusion_advisor.runtime.torch_internals.compiled_code import CompiledCode
 
 _VARARGS, _VARKEYWORDS = 0x04, 0x08
+_Found = TypeVar("_Found", bound=Unchanged)
 
 
 class Frame:
@@ -280,7 +281,7 @@ def direct_call(
             continue
         if compiled.root.check(variables):
             nodes = compiled.root.get_child_managers()
-            unchanged = unchanged_of(nodes, frame, variables, in_words=in_words, with_lists=with_lists)
+            unchanged = unchanged_of(nodes, frame, variables, Unchanged(in_words=in_words, with_lists=with_lists))
             # Once more, so that all of it held after it was noted: another thread may have changed the model meanwhile.
             return DirectCall(frame, compiled, unchanged, in_words=in_words) if compiled.root.check(variables) else None
     return None
@@ -304,23 +305,20 @@ def frame_of(model: torch.nn.Module) -> Frame | None:
 
 
 def unchanged_of(
-    nodes: Iterable[Any], frame: Frame, variables: Mapping[str, Any], *, more: Iterable[tuple[Any, Any]] = (),
-    in_words: bool = True, with_lists: bool = True,
-) -> Unchanged:  # fmt: skip
+    nodes: Iterable[Any], frame: Frame, variables: Mapping[str, Any], found: _Found, more: Iterable[tuple[Any, Any]] = ()
+) -> _Found:
     """Follow the guards of what every call has in common: the module, the closure, the globals.
 
     Args:
         nodes: of the frame's variables and of its globals.
         frame: of the call.
         variables: of the frame.
+        found: gets what they look at, and is returned.
         more: further nodes with what each guards, the same for every call.
-        in_words: see :class:`Shortcut`.
-        with_lists: see :func:`direct_call`.
     """
     common = {f"L['{name}']": variables[name] for name in frame.cells} | {"G": frame.function.__globals__}
     if frame.owner and frame.function.__code__.co_argcount:
         common[f"L['{frame.function.__code__.co_varnames[0]}']"] = frame.owner[0]
-    found = Unchanged(in_words=in_words, with_lists=with_lists)
     for cell in frame.cells.values():
         found.read(cell, "cell_contents")
     for node in nodes:

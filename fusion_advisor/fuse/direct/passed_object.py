@@ -42,7 +42,7 @@ class _Inside(Unchanged):
             value: the object. It is not held: whoever holds this must let go of it when the object is freed.
         """
         super().__init__()
-        self._not_held, self._asks_layouts = value, True
+        self._not_held = value
         self.of_call: dict[int, torch.Tensor] = {}
         """Tensors whose layouts are compared at each call, by identity."""
 
@@ -66,8 +66,7 @@ class _Inside(Unchanged):
     def _is_known(self, node: Any, value: Any) -> bool:
         if not isinstance(value, torch.Tensor):
             return super()._is_known(node, value)
-        guards = node.get_leaf_guards()
-        asked = {type(guard).__name__ for guard in guards}
+        asked = self._asked(node)
         if type(value) is not torch.Tensor or node.get_accessors() or not asked <= OF_TENSORS | {"NO_TENSOR_ALIASING"}:
             return False
         # What it is marked with (``mark_dynamic``) are attributes: its own dict and its class decide which it has and lacks.
@@ -75,6 +74,14 @@ class _Inside(Unchanged):
             return False
         self.of_call[id(value)] = value
         return True
+
+    def _global(self, space: dict[Any, Any], name: Any) -> Any:
+        if space is self._not_held:  # to note an item of it would hold it
+            raise Unknown
+        return super()._global(space, name)
+
+    def _may_leave(self, holder: Any, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) or super()._may_leave(holder, value)  # all layouts are compared
 
 
 class PassedObject:

@@ -22,20 +22,13 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from itertools import chain
-from operator import attrgetter, getitem
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    ModuleType,
-)
+from operator import attrgetter
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-from fusion_advisor.fuse.direct.attribute_lookup import DICTS, Lookup, is_constant, is_left_alone, is_namespace, look_up
+from fusion_advisor.fuse.direct.attribute_lookup import DICTS, Lookup, is_constant, is_left_alone, is_shared, look_up
 from fusion_advisor.fuse.direct.guard_nodes import MISSING, OF_PAIRS, Unknown, asks_identity_below, index_of, inside_of, of_items
 from fusion_advisor.fuse.direct.straight_code import are_same
 from fusion_advisor.fuse.direct.words import (
@@ -81,7 +74,6 @@ class Unchanged:
         self._in_words = in_words and words_are_readable()
         self._with_lists = with_lists
         self._not_held: Any = None  # an object that lives longer than this without being held
-        self._asks_layouts = False  # whether the layouts of tensors are compared besides
         self.implied: dict[int, Any] = {}
         """Nodes of the tree that hold as long as :meth:`holds` does, by identity."""
         self.roots: dict[int, Any] = {}
@@ -118,7 +110,7 @@ class Unchanged:
                 is_implied = False
                 self.may_share |= asks_identity_below(below)
                 continue
-            is_implied &= (self._asks_layouts or is_left_alone(value, reached)) and self.follow(below, reached)
+            is_implied &= self._may_leave(value, reached) and self.follow(below, reached)
         if is_implied:
             self.implied[id(node)] = node
         return is_implied
@@ -240,15 +232,14 @@ class Unchanged:
         Raises:
             KeyError: one is there no more.
         """
-        words = self._space_words
-        if words is not None and words.are_same():
-            return True
-        if words is not None:
-            words.read()
-        same = all(map(operator.is_, map(getitem, self._spaces, self._names), self._values))
-        if not same:
-            self._space_words = None  # compared one by one from now on
-        return same
+        words, self._space_words = self._space_words, None  # where one has changed, all are compared one by one from now on
+        if words is None or not words.are_same():
+            if words is not None:
+                words.read()
+            if not all(map(operator.is_, map(dict.__getitem__, self._spaces, self._names), self._values)):
+                return False
+        self._space_words = words
+        return True
 
     def _are_lists_same(self) -> bool:
         """Whether each list has the items that it had: a list has no version."""
@@ -258,8 +249,7 @@ class Unchanged:
 
     def _is_known(self, node: Any, value: Any) -> bool:
         """Whether what is asked of a value itself can change in no way that is not compared."""
-        guards = node.get_leaf_guards()
-        asked = {type(guard).__name__ for guard in guards}
+        asked = self._asked(node)
         if is_constant(value):
             return not asked & _MAY_CHANGE
         if type(value) is tuple:
@@ -269,7 +259,8 @@ class Unchanged:
             return asked <= _IDENTITY | {"LENGTH_CHECK"}
         if type(value) is MappingProxyType:
             return asked <= _OF_DICTS and self._watch_class(value)
-        if is_namespace(value):
+        if is_shared(value):
+            self._objects[id(value)] = value
             return asked <= _IDENTITY
         if type(value) in DICTS:
             self._dicts[id(value)] = value
@@ -278,9 +269,17 @@ class Unchanged:
             return asked <= OF_TENSORS and not node.get_accessors()
         if not isinstance(value, _FIXED_CLASS):
             self._objects[id(value)] = value
-        if _ABSENT in asked and not all(self._stays_absent(guard, value) for guard in guards):
+        if _ABSENT in asked and not all(self._stays_absent(guard, value) for guard in node.get_leaf_guards()):
             return False
         return asked <= _IDENTITY | {_ABSENT}
+
+    def _asked(self, node: Any) -> set[str]:
+        """Return the names of the guards on a node's own value."""
+        return {type(guard).__name__ for guard in node.get_leaf_guards()}
+
+    def _may_leave(self, holder: Any, value: Any) -> bool:
+        """Whether nobody has to ask for the layout of what a holder holds."""
+        return is_left_alone(holder, value)
 
     def _watch_class(self, attributes: MappingProxyType[str, Any]) -> bool:
         """Note the dict of a class, by what ``vars`` shows of it; False where it cannot be found."""
@@ -334,7 +333,7 @@ class Unchanged:
 
     def _follow_items(self, managers: Mapping[int, Any], value: Any) -> bool:
         """Note what the guards of a dict's keys and values by place look at."""
-        if type(value) is not dict or is_namespace(value):
+        if type(value) is not dict or is_shared(value):
             self.may_share |= any(asks_identity_below(one) for pair in managers.values() for one in pair if one is not None)
             return not managers
         is_implied = True
@@ -386,11 +385,12 @@ class Unchanged:
         if type(value) is MappingProxyType:  # a class's attributes
             if not self._watch_class(value):
                 raise Unknown
-        elif type(value) not in DICTS:
+        elif not isinstance(value, dict):
             raise Unknown
-        return self._global(value, name) if is_namespace(value) else value[name]
+        return self._global(value, name) if is_shared(value) else value[name]
 
     def _global(self, space: dict[Any, Any], name: Any) -> Any:
-        """Note one item of a Python module's globals: a script that runs a loop sets others between two calls."""
-        self._globals[id(space), name] = (space, name, space[name])
-        return space[name]
+        """Note one item of a shared dict: a script that runs a loop sets others between two calls."""
+        found = dict.__getitem__(space, name)  # as dynamo reads it, whatever its class makes of a read
+        self._globals[id(space), name] = (space, name, found)
+        return found

@@ -110,7 +110,7 @@ class Opaque:
 
 
 class Form:
-    """What an object holds, with a mark in place of each tensor: hashed once."""
+    """What an object holds, with a mark in place of each tensor: hashed once, and compared once with that of another object."""
 
     __slots__ = ("_hash", "parts")
 
@@ -122,7 +122,11 @@ class Form:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Form) and self._hash == other._hash and self.parts == other.parts)
+        if not isinstance(other, Form) or self._hash != other._hash:
+            return False
+        if self.parts is not other.parts and self.parts == other.parts:
+            self.parts = other.parts
+        return self.parts is other.parts
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -140,6 +144,9 @@ class Seen:
         lists: the lists among the holders, with the items of each then.
         words: the versions of the dicts, once the object was passed again; None compares all contents.
         followed: what callers note to compare the object in bulk, each by a token of its own.
+        is_whole: no object inside lies so deep that it was not read.
+        kept: what callers note of the objects inside, by tokens: what is remembered next has it too while nothing but tensors in
+            them was replaced.
     """
 
     value: Callable[[], Any]
@@ -152,6 +159,8 @@ class Seen:
     lists: list[tuple[list[Any], tuple[Any, ...]]] = field(default_factory=list)
     words: Words | None = None
     followed: dict[object, Any] = field(default_factory=dict)
+    is_whole: bool = True
+    kept: dict[object, Any] = field(default_factory=dict)
 
     def note(self, holder: Collection[Any], table: Any = None) -> None:
         """Remember what a part of the object holds.
@@ -186,7 +195,10 @@ class Seen:
             return None
         key = ObjectKey(self.key.form, layouts_in(now))
         lists = [(holder, tuple(holder)) for holder, _ in self.lists]
-        return Seen(self.value, key, self.holders, self.lengths, now, tables=self.tables, lists=lists)
+        kept = self.kept if self.is_whole else {}
+        return Seen(
+            self.value, key, self.holders, self.lengths, now, tables=self.tables, lists=lists, is_whole=self.is_whole, kept=kept
+        )  # fmt: skip
 
     def is_same(self, value: Any) -> bool:
         """Whether it is that object and all that it holds is what was read.
@@ -316,6 +328,7 @@ def _state(value: Any, depth: int, seen: Seen) -> Any:
     if isinstance(value, _COMPARED):
         return _compared(value)
     if depth > _DEEPEST:
+        seen.is_whole = False
         return Opaque(value)
     if isinstance(value, tuple | list):
         seen.note(value)

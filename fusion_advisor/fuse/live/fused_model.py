@@ -374,6 +374,7 @@ class FusedModel(InPlace):
         self._rewritten.forget_real_tensors()
         for seen in self._objects.values():
             seen.followed.clear()
+            seen.kept.clear()
         for call in self._verified.values():
             if call.shortcut is not None:
                 call.shortcut.forget()

@@ -23,9 +23,9 @@ from fusion_advisor.fuse.start.code_facts import attributes, find
 from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.graph_text import decode_graph
 from fusion_advisor.fuse.start.guard_tree import Differs, pattern
-from fusion_advisor.fuse.start.object_changes import ObjectState, Place, in_order, setters_of, untold_change
+from fusion_advisor.fuse.start.object_changes import ObjectCode, ObjectState, Place, in_order, untold_change
 from fusion_advisor.fuse.start.open_call import Source, sizes_from
-from fusion_advisor.fuse.start.outputs import Make, form_of, furthest, maker, without_places
+from fusion_advisor.fuse.start.outputs import form_of, furthest, maker, without_places
 from fusion_advisor.fuse.start.record import has_hooks, lasting_change, versions
 from fusion_advisor.fuse.start.tree_text import decode_tree
 from fusion_advisor.fuse.start.untraced_call import Traced, UntracedCall, tensor_of
@@ -132,11 +132,10 @@ def call_again(
     graph = decode_graph(row["graph"], device, known)
     _compare_inputs(graph, inputs, known)
     numbers = _numbers_of(graph, known)
-    make, expected = _made(row["output"], output, inputs, given, numbers)
-    makes: dict[Place, Make] = {}
-    for place, (*_, form) in zip(places, row["sets"], strict=True):
-        makes[place], found = _made(form, set_to[place], inputs, given, numbers)
-        expected |= found
+    expected = _made(row["output"], output, inputs, given, numbers)
+    sets = [(*place, form, set_to[place]) for place, (*_, form) in zip(places, row["sets"], strict=True)]
+    for *_, form, value in sets:
+        expected |= _made(form, value, inputs, given, numbers)
     route = Route(graph.forward)
     region = Region(
         index=0, graph=graph, original=graph, names=tuple(map(str, row["names"])), roles=tuple(map(str, row["roles"])),
@@ -146,8 +145,8 @@ def call_again(
         raise Differs("start.json.gz has another number of inputs than its graph")
     traced = Traced(
         frame=frame, tree=decode_tree(row["tree"]), pattern=row["pattern"], sources=sources, leaves=tuple(row["leaves"][1:]),
-        inside=tuple(given.inside), sharing=row["inside"][1], has_objects=bool(given.objects), make=make,
-        numbers=tuple((str(path), str(name), value) for path, name, value in row["numbers"]), setters=setters_of(makes),
+        sharing=row["inside"][1], make=maker(row["output"], output),
+        objects=ObjectCode([*given.inside], row["numbers"], sets) if given.objects else None,
     )  # fmt: skip
     untraced = UntracedCall(model, traced, route)
     untraced.read(args, kwargs)
@@ -251,16 +250,14 @@ def _numbers_of(graph: torch.fx.GraphModule, known: OpenSizes | None) -> dict[in
     return {place: value if known is None else known.number_of(value) for place, value in numbers}
 
 
-def _made(
-    form: Any, output: Any, inputs: Sequence[Any], given: Given, numbers: Mapping[int, Any]
-) -> tuple[Make, dict[int, torch.Tensor]]:
-    """Compare an output, or what is set, with the form of the traced one; return what makes it, and its tensors by result."""
+def _made(form: Any, output: Any, inputs: Sequence[Any], given: Given, numbers: Mapping[int, Any]) -> dict[int, torch.Tensor]:
+    """Compare an output, or what is set, with the form of the traced one; return its tensors by result."""
     place = {id(value): number for number, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
     objects = {id(value): name for name, value in given.objects.items()}
     now = form_of(output, lambda one: {"input": place[id(one)]} if id(one) in place else {"result": None}, objects)
     if now != without_places(form, numbers):
         raise Differs("its output has another form, or holds another number")
-    return maker(form, output), dict(results_in(form, output))
+    return dict(results_in(form, output))
 
 
 def results_in(form: Any, output: Any) -> Iterator[tuple[int, torch.Tensor]]:

@@ -5,16 +5,17 @@ Dynamo sets them behind its graph. A start without a trace writes down which the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.export.copied.call_objects import at, objects_in
+from fusion_advisor.fuse.direct.straight_code import Constants
 from fusion_advisor.fuse.start.call_tensors import Given, arguments
 from fusion_advisor.fuse.start.described import CannotDescribe
 from fusion_advisor.fuse.start.guard_tree import Differs, Node, reached
-from fusion_advisor.fuse.start.outputs import Make
+from fusion_advisor.fuse.start.outputs import written
 
 Place = tuple[str, str]
 """Path of an object of the call, ``past_key_values.layers.0``, and the name of an attribute."""
@@ -155,55 +156,86 @@ def _items(
             yield from _asked(item, items[place][1], paths, path, items[place][0] if are_attributes else "")
 
 
-def compare_numbers(numbers: Sequence[Number], call: Mapping[str, Any]) -> None:
-    """Compare the numbers of a call's objects with those of the traced one.
-
-    Args:
-        numbers: from :func:`asked_numbers`.
-        call: arguments by place or name.
-
-    Raises:
-        Differs: one is another number.
-    """
-    owner, last = None, ""
-    for path, name, value in numbers:
-        if path != last:
-            owner, last = at(path, call), path
-        now = getattr(owner, name, None)
-        if now != value or type(now) is not type(value):
-            raise Differs(f"`{path}.{name}` is {now}, and was {value}")
-
-
 @dataclass(frozen=True, slots=True)
-class Setter:
-    """Sets attributes of one object of a call.
+class Bound:
+    """Functions that read and set attributes of one call's objects; each takes the call's arguments by place or name.
+
+    They hold the objects inside of those that the call passes, not these.
 
     Attributes:
-        path: of the object.
-        makes: name of each attribute, and what makes its value.
+        tensors: returns the tensors that they hold.
+        compare_numbers: raises Differs where one of their numbers is not that of the traced call.
+        set: given the graph's results and inputs ahead of the arguments, sets what the call sets.
     """
 
-    path: str
-    makes: tuple[tuple[str, Make], ...]
-
-    def run(self, results: Sequence[Any], inputs: Sequence[Any], call: Mapping[str, Any]) -> None:
-        """Set them.
-
-        Args:
-            results: of the graph.
-            inputs: of the graph.
-            call: the call's arguments by place or name.
-        """
-        owner = at(self.path, call)
-        for name, make in self.makes:
-            setattr(owner, name, make(results, inputs, call))
+    tensors: Callable[[Mapping[str, Any]], list[Any]]
+    compare_numbers: Callable[[Mapping[str, Any]], None]
+    set: Callable[[Sequence[Any], Sequence[Any], Mapping[str, Any]], None]
 
 
-def setters_of(makes: Mapping[Place, Make]) -> tuple[Setter, ...]:
-    """Return what sets attributes, one for each object.
+class ObjectCode:
+    """Reads and sets attributes of the objects that calls pass, by code that is written once for calls of one form.
 
     Args:
-        makes: by place, what makes the value.
+        inside: paths of the tensors that they hold.
+        numbers: from :func:`asked_numbers`.
+        sets: path of an object, name of an attribute, what describes the value that a call sets, and such a value.
     """
-    paths = dict.fromkeys(path for path, _ in makes)
-    return tuple(Setter(one, tuple((name, make) for (path, name), make in makes.items() if path == one)) for one in paths)
+
+    def __init__(self, inside: Sequence[str], numbers: Sequence[Number], sets: Sequence[tuple[str, str, Any, Any]]) -> None:
+        self._owners: dict[str, str] = {}
+        self._lists: set[str] = set()
+        self._constants = Constants()
+        name_of = self._constants.name_of
+        tensors = [self._item(*path.rpartition(".")[::2]) for path in inside]
+        asked: list[str] = []
+        for path, name, value in numbers:
+            then, kind = name_of(value), name_of(type(value))
+            asked += [f"now = getattr({self._owner(path)}, {name_of(name)}, None)"]
+            asked += [f"if now is not {then} and (now != {then} or type(now) is not {kind}):"]
+            asked += [f"    {name_of(_refuse)}({name_of(f'{path}.{name}')}, now, {then})"]
+        made = [
+            self._constants.setting(self._owner(path), name, written(form, value, self._constants))
+            for path, name, form, value in sets
+        ]
+        inner = {
+            "tensors(call)": [f"return [{', '.join(tensors)}]"],
+            "compare_numbers(call)": [*asked, "return"],
+            "set(results, inputs, call)": [*made, "return"],
+        }
+        lines = [line for head, body in inner.items() for line in (f"def {head}:", *(f"    {one}" for one in body))]
+        names = ", ".join(head.partition("(")[0] for head in inner)
+        self._bind = self._constants.function(self._owners.values(), [*lines, f"return {names}"])
+
+    def _owner(self, path: str) -> str:
+        """Return what stands for an object: a variable, which gets it once, or a look at the call for one that it passes."""
+        if "." not in path:
+            return f"call[{self._constants.name_of(path)}]"
+        return self._owners.setdefault(path, f"owner{len(self._owners)}")
+
+    def _item(self, path: str, name: str) -> str:
+        if not name.isdecimal():
+            return self._constants.reading(self._owner(path), name)
+        self._lists.add(path)
+        return f"{self._owner(path)}[{int(name)}]"
+
+    def bind(self, call: Mapping[str, Any]) -> Bound:
+        """Return what reads and sets attributes of a call's objects.
+
+        Args:
+            call: arguments by place or name.
+
+        Raises:
+            Differs: its objects are of another form.
+        """
+        try:
+            owners = [at(path, call) for path in self._owners]
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
+            raise Differs(f"the call's objects hold others than those of the traced one ({error})") from error
+        if not all(isinstance(one, list | tuple) for path, one in zip(self._owners, owners, strict=True) if path in self._lists):
+            raise Differs("the call's objects hold others than those of the traced one")
+        return Bound(*self._bind(*owners))
+
+
+def _refuse(what: str, now: Any, then: Any) -> None:
+    raise Differs(f"`{what}` is {now}, and was {then}")

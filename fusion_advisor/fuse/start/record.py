@@ -7,8 +7,8 @@ output, and of what it sets in the objects that it is given. A piece has three t
 and where it begins and ends. Its layouts and guards are expressions of sizes as nested lists.
 
 Compared when it is loaded: all of this with the model and a call of the same sizes; the pieces' ends with those that the guards
-give; the results with those of the model's own ops, a piece's at two sizes. Compared at each call: code, guards, tensors, and for
-each new shape what dynamo had asked of sizes. Figures: ``docs/measurements/start_up.md``.
+give; the results with those of the model's own ops, a piece's at two sizes. Compared at each call: code, guards, tensors, and
+what dynamo had asked of sizes. Figures: ``docs/measurements/start_up.md``.
 
 What cannot be written down is no error. The plan then is put in place as before, by tracing the model, and says why.
 """

@@ -7,24 +7,23 @@ holds operations and places of tensors, and no text that is run.
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from fusion_advisor.fuse.direct.straight_code import Constants
 from fusion_advisor.fuse.start.described import CannotDescribe
 
 _BINARY: dict[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%", ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<",
     ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
 }  # fmt: skip
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod, "==": operator.eq,
-    "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "not": operator.not_,
-    "negative": operator.neg, "min": min, "max": max, "and": lambda *parts: all(parts), "or": lambda *parts: any(parts),
-}  # fmt: skip
-_MEASURES: dict[str, Callable[[torch.Tensor], Sequence[int]]] = {"size": torch.Tensor.size, "stride": torch.Tensor.stride}
+_UNARY = {"not": "(not {})", "negative": "(-{})"}
+_OF_ANY_NUMBER = {"min": "min({})", "max": "max({})", "and": "all(({},))", "or": "any(({},))"}
+_MEASURES = ("size", "stride")
+_DEEPEST = 16
+"""Operations inside one another."""
 
 
 def condition_of(asked: ast.expr, place_of: Callable[[ast.expr], int]) -> Any:
@@ -72,35 +71,47 @@ def _measured(node: ast.expr) -> tuple[str, ast.expr, int] | None:
     return (call.func.attr, call.func.value, node.slice.value) if call.func.attr in _MEASURES else None
 
 
-def answer(condition: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return what a condition is for some tensors: a truth value, or a number for a part of it.
+def all_hold(conditions: Sequence[Any]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """Return a function that says whether conditions hold for some tensors, by place.
+
+    It is Python that is written here: of 28 layers of a cache that grows dynamo asks 250 such questions at each step. It raises
+    IndexError for tensors of other ranks, and ArithmeticError where a condition divides by zero.
 
     Args:
-        condition: from :func:`condition_of`, or from whoever wrote a file.
-        tensors: of the call, by place.
+        conditions: from :func:`condition_of`, or from whoever wrote a file.
 
     Raises:
-        LookupError, TypeError, ValueError, ArithmeticError: it is no condition on these tensors.
+        LookupError, TypeError, ValueError: one is no condition.
     """
-    if not isinstance(condition, list):
-        return condition
+    measured: dict[tuple[str, int], str] = {}
+    asked = [f"if not {_written(part, measured)}: return False" for one in conditions for part in _parts(one)]
+    read = [f"{name} = tensors[{place}].{word}()" for (word, place), name in measured.items()]
+    holds: Callable[[Sequence[torch.Tensor]], bool] = Constants().function(["tensors"], [*read, *asked, "return True"])
+    return holds
+
+
+def _parts(condition: Any) -> list[Any]:
+    """Return what a condition asks, one after the other."""
+    return list(condition[1:]) if isinstance(condition, list) and condition[0] == "and" else [condition]
+
+
+def _written(condition: Any, measured: dict[tuple[str, int], str], depth: int = 0) -> str:
+    """Write a condition, or a part of it; ``measured`` gets names of the sizes and strides of tensors."""
+    if type(condition) in (bool, int):
+        return repr(condition)
     name, *parts = condition
+    if depth > _DEEPEST:
+        raise ValueError("a condition on sizes is of operations in operations")
     if name in _MEASURES:
         place, dim = parts
-        return _MEASURES[name](tensors[place])[dim]
-    return _OPERATIONS[name](*(answer(part, tensors) for part in parts))
-
-
-def places_in(condition: Any) -> Iterator[int]:
-    """Yield the places of the tensors that a condition is on.
-
-    Args:
-        condition: as :func:`answer` takes it.
-    """
-    if isinstance(condition, list):
-        name, *parts = condition
-        if name in _MEASURES:
-            yield parts[0]
-        else:
-            for part in parts:
-                yield from places_in(part)
+        if type(place) is not int or type(dim) is not int or place < 0:
+            raise TypeError(f"no size is that of {place} and {dim}")
+        return f"{measured.setdefault((name, place), f'{name}{place}')}[{dim}]"
+    written = [_written(part, measured, depth + 1) for part in parts]
+    if name in _BINARY.values():
+        left, right = written
+        return f"({left} {name} {right})"
+    if name in _UNARY:
+        (only,) = written
+        return _UNARY[name].format(only)
+    return _OF_ANY_NUMBER[name].format(", ".join(written))

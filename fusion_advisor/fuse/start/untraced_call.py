@@ -11,20 +11,20 @@ import builtins
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
 
 from fusion_advisor.capture.graph.tracer import Route
-from fusion_advisor.export.copied.call_objects import at
 from fusion_advisor.fuse.direct.direct_call import Frame, unchanged_of
-from fusion_advisor.fuse.start.call_tensors import arguments, sharing
+from fusion_advisor.fuse.direct.straight_code import Constants
+from fusion_advisor.fuse.direct.without_dynamo import UnchangedModel
+from fusion_advisor.fuse.start.call_tensors import sharing
 from fusion_advisor.fuse.start.guard_tree import Differs, Node, Seen, Tree, check, pattern, roots
-from fusion_advisor.fuse.start.object_changes import Number, Setter, compare_numbers
+from fusion_advisor.fuse.start.object_changes import Bound, ObjectCode
 from fusion_advisor.fuse.start.open_call import Source
 from fusion_advisor.fuse.start.outputs import Make
-from fusion_advisor.fuse.start.size_conditions import answer, places_in
+from fusion_advisor.fuse.start.size_conditions import all_hold
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, dynamo
 from fusion_advisor.runtime.torch_internals.tensor_memory import Addresses
 
@@ -40,12 +40,9 @@ class Traced:
         sources: for each input of the graph the place of one of the call's tensors, the name of one of the model's, or place and
             dim of an open size.
         leaves: of the tensors that the call passes as such, which are one, and which ask for gradients.
-        inside: paths of the tensors that objects of the call hold.
-        sharing: which of all these share memory.
-        has_objects: the call passes some.
-        numbers: of these objects, that a trace of open sizes had asked for.
+        sharing: which of these, and of the tensors that the call's objects hold, share memory.
+        objects: reads and sets attributes of these objects; None where the call passes none.
         make: makes the output.
-        setters: set attributes of the call's objects.
     """
 
     frame: Frame
@@ -53,12 +50,9 @@ class Traced:
     pattern: list[int]
     sources: list[Source]
     leaves: tuple[Any, ...]
-    inside: tuple[str, ...]
     sharing: list[int]
-    has_objects: bool
-    numbers: tuple[Number, ...]
+    objects: ObjectCode | None
     make: Make
-    setters: tuple[Setter, ...] = ()
 
 
 class UntracedCall:
@@ -69,6 +63,7 @@ class UntracedCall:
         otherwise: makes the calls that are not as the traced one; set by whoever can trace the model.
         why: why the last such call was none of ours.
         traced_again: how often that was.
+        left: what is compared node by node at each call, because nothing else tells that it is as it was.
     """
 
     def __init__(self, model: torch.nn.Module, traced: Traced, route: Route) -> None:
@@ -80,17 +75,13 @@ class UntracedCall:
         self._tries = self._runs = 0
         self._builtins = frozenset(traced.tree.builtins).difference(traced.frame.function.__globals__)
         self._is_unchanged: Callable[[], bool] | None = None
-        self._left: list[tuple[Node, Any]] = []
-        self._implied: dict[int, Any] = {}
+        self.left: list[tuple[Node, Any]] = []
         self._began = compiled_code.global_state()
         self._state: Callable[[], bool] = _never
         self._tensors: list[torch.Tensor] = []
         self._inputs: list[Any] = []
-        self._places: list[tuple[int, int]] = []
-        self._sizes: list[tuple[int, int, int]] = []
-        self._asked = sorted({place for one in traced.tree.conditions for place in places_in(one)})
-        self._fits: set[Any] = set()
-        self._dtypes: list[torch.dtype] = []
+        self._fill = _filling(traced.sources)
+        self._have_sizes = all_hold(traced.tree.conditions)
         self._layouts: list[Any] = []
         self._addresses: Addresses | None = None
 
@@ -108,14 +99,16 @@ class UntracedCall:
         Raises:
             Differs: the call is not as the traced one, and nobody makes such calls.
         """
+        traced = self._traced
+        call = kwargs if not args else {**{f"{place}": value for place, value in enumerate(args)}, **kwargs}
+        passed, bound = leaves, None
         try:
             self._look(args, kwargs, leaves)
-            inside = self._inside(args, kwargs, leaves, objects) if self._traced.inside else []
-            passed = [*leaves, *inside]
-            call = arguments(args, kwargs) if self._traced.has_objects else kwargs
-            compare_numbers(self._traced.numbers, call)
-            if self._traced.tree.conditions:
-                self._compare_sizes(passed)
+            if traced.objects is not None:
+                bound = self._bound(call, objects)
+                bound.compare_numbers(call)
+                passed = [*leaves, *self._inside(bound, call, leaves, objects)]
+            self._compare_sizes(passed)
         except Differs as difference:
             self.why = str(difference)
             self.traced_again += 1
@@ -126,14 +119,11 @@ class UntracedCall:
         if self._runs == _WORTH_A_LOOK:
             self._tries = 0
         inputs = self._inputs.copy()
-        for place, source in self._places:
-            inputs[place] = passed[source]
-        for place, source, dim in self._sizes:
-            inputs[place] = passed[source].shape[dim]
+        self._fill(inputs, passed)
         results = self.route(*inputs)
-        output = self._traced.make(results, inputs, call)
-        for setter in self._traced.setters:
-            setter.run(results, inputs, call)
+        output = traced.make(results, inputs, call)
+        if bound is not None:
+            bound.set(results, inputs, call)
         return output
 
     def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor]) -> None:
@@ -156,16 +146,26 @@ class UntracedCall:
             self.note(args, kwargs)
         if not self._state():
             raise Differs("torch's global state is another one")
-        for node, value in self._left:
+        for node, value in self.left:
             check(node, value)
-        if self._addresses is not None:
-            if not self._addresses.are_of(self._tensors):
-                self._compare_tensors()
-        elif [*map(_DTYPE, self._tensors)] != self._dtypes:
-            raise Differs("a parameter has another dtype")
+        if self._addresses is not None and not self._addresses.are_of(self._tensors):
+            self._compare_tensors()
+
+    def _bound(self, call: Mapping[str, Any], objects: Sequence[Any]) -> Bound:
+        """Return what reads and sets attributes of a call's objects: the same while nothing but tensors in them is replaced.
+
+        Raises:
+            Differs: they are of another form than the traced ones.
+        """
+        assert self._traced.objects is not None
+        kept = objects[0].kept if len(objects) == 1 else {}
+        found = kept.get(self)
+        if found is None:
+            found = kept[self] = self._traced.objects.bind(call)
+        return cast("Bound", found)
 
     def _inside(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor], objects: Sequence[Any]
+        self, bound: Bound, call: Mapping[str, Any], leaves: Sequence[torch.Tensor], objects: Sequence[Any]
     ) -> list[torch.Tensor]:
         """Return the tensors that a call's objects hold.
 
@@ -176,34 +176,26 @@ class UntracedCall:
             Differs: they share memory in another way than the traced ones.
         """
         note = objects[0].followed if len(objects) == 1 else {}
-        if self in note:
-            return cast("list[torch.Tensor]", note[self])
-        call = arguments(args, kwargs)
-        found = [at(path, call) for path in self._traced.inside]
-        if sharing([*leaves, *found]) != self._traced.sharing:
-            raise Differs("tensors of the call share memory in another way")
-        note[self] = found
-        return found
+        found = note.get(self)
+        if found is None:
+            found = bound.tensors(call)
+            if found and sharing([*leaves, *found]) != self._traced.sharing:
+                raise Differs("tensors of the call share memory in another way")
+            note[self] = found
+        return cast("list[torch.Tensor]", found)
 
     def _compare_sizes(self, passed: Sequence[torch.Tensor]) -> None:
-        """Compare what dynamo asked of sizes and strides, once for each shape.
+        """Compare what dynamo asked of sizes and strides.
 
         Raises:
             Differs: a condition does not hold.
         """
-        layouts = tuple((passed[place].shape, passed[place].stride()) for place in self._asked)
-        if layouts in self._fits:
-            return
-        for condition in self._traced.tree.conditions:
-            try:
-                holds = answer(condition, passed)
-            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-                raise Differs("the call has tensors of other ranks than the traced one") from error
-            if not holds:
-                raise Differs(f"the trace was not for sizes like {[tuple(shape) for shape, _ in layouts]}")
-        if len(self._fits) >= _MOST_SHAPES:
-            self._fits.clear()
-        self._fits.add(layouts)
+        try:
+            holds = self._have_sizes(passed)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise Differs("the call has tensors of other ranks than the traced one") from error
+        if not holds:
+            raise Differs(f"the trace was not for sizes like {[*dict.fromkeys(tuple(one.shape) for one in passed)]}")
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what decides that everything that the trace had read stays as it is, and read it.
@@ -222,7 +214,7 @@ class UntracedCall:
         self._is_unchanged = None
         if self._tries >= _MOST_TRIES:
             self.read(args, kwargs)
-            self._left = []
+            self.left = []
             self._find_tensors()
             self._state = compiled_code.global_state_check()
             return
@@ -233,8 +225,8 @@ class UntracedCall:
         more += [(Node("built-ins", below=[("DictGetItemGuardAccessor", repr(name), node)]), vars(builtins))
                  for name, node in tree.builtins.items()]  # fmt: skip
         try:
-            unchanged = unchanged_of(tree.frame_nodes(), frame, variables, more=more)
-        except (AttributeError, LookupError, TypeError) as error:
+            unchanged = unchanged_of(tree.frame_nodes(), frame, variables, UnchangedModel(), more)
+        except (AttributeError, LookupError, TypeError, RuntimeError) as error:  # the last: a tensor without strides
             raise Differs("the model has other parts than when it was traced") from error
         self.read(args, kwargs)  # behind the notes: another thread may have changed the model meanwhile
 
@@ -242,7 +234,7 @@ class UntracedCall:
             return id(node) in unchanged.implied
 
         common = [(node, value) for node, value in self._common(variables, space) if not is_implied(node)]
-        self._left = [(node.without(is_implied), value) for node, value in common]
+        self.left = [(node.without(is_implied), value) for node, value in common]
         self._find_tensors()
         self._state = compiled_code.global_state_check()
         self._is_unchanged, self._runs, self.why = unchanged.holds, 0, ""
@@ -250,7 +242,7 @@ class UntracedCall:
     def forget(self) -> None:
         """Hold nothing of the model any more, and begin anew."""
         self._is_unchanged, self._addresses, self._tries = None, None, 0
-        self._left, self._tensors, self._inputs, self._layouts, self._sizes = [], [], [], [], []
+        self.left, self._tensors, self._inputs, self._layouts = [], [], [], []
 
     def _common(self, variables: Mapping[str, Any], space: dict[str, Any]) -> Iterator[tuple[Node, Any]]:
         """Yield the roots that every call has in common: not its own arguments, which its signature says all of."""
@@ -286,8 +278,6 @@ class UntracedCall:
         """Look up the model's tensors by their names."""
         sources = self._traced.sources
         self._inputs = [tensor_of(self._model, one) if isinstance(one, str) else None for one in sources]
-        self._places = [(place, one) for place, one in enumerate(sources) if isinstance(one, int)]
-        self._sizes = [(place, one[0], one[1]) for place, one in enumerate(sources) if isinstance(one, list)]
         self._tensors = [one for one in self._inputs if one is not None]
         self._compare_tensors(is_first=True)
 
@@ -298,9 +288,9 @@ class UntracedCall:
             self._layouts = now
         elif now != self._layouts:
             raise Differs("a parameter has another dtype, layout or device")
-        # Addresses say it all; a torch without CUDA reads them one by one, which takes 40 µs for 340 tensors, dtypes 12.
+        # A torch without CUDA reads them one by one, which takes 40 µs for 340 tensors. What compares a model's tensors at each
+        # call (``direct.tensor_guard``) compares dtypes and the shapes of parameters.
         self._addresses = Addresses(self._tensors) if Addresses.are_read_at_once() else None
-        self._dtypes = [*map(_DTYPE, self._tensors)]
 
 
 class TracedAgain:
@@ -350,10 +340,19 @@ def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
     raise Differs(f"it has no tensor `{name}`")
 
 
-_DTYPE = attrgetter("dtype")
+def _filling(sources: Sequence[Source]) -> Callable[[list[Any], Sequence[torch.Tensor]], None]:
+    """Return what puts a call's tensors, and open sizes of them, in the places of a graph's inputs that are theirs."""
+    tensors = [f"inputs[{place}] = passed[{int(one)}]" for place, one in enumerate(sources) if isinstance(one, int)]
+    sizes = [
+        f"inputs[{place}] = passed[{int(one[0])}].shape[{int(one[1])}]"
+        for place, one in enumerate(sources)
+        if isinstance(one, list)
+    ]
+    return Constants().function(["inputs", "passed"], [*tensors, *sizes, "return"])
+
+
 _WORTH_A_LOOK = 50
 """Calls after which a model that changed is read as often again."""
-_MOST_SHAPES = 4096
 _MOST_TRIES = 4
 """A model that changes at each call is read at each, and nothing noted: 2.4 ms for two layers of Qwen2, not 11 (an EPYC)."""
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from fusion_advisor.fuse.direct.straight_code import are_same, variables_of
+from fusion_advisor.fuse.direct.straight_code import Constants, are_same, variables_of
 
 
 class Thing:
@@ -75,3 +75,21 @@ def test_a_call_that_the_function_refuses_is_refused(function):
 def test_a_parameter_without_a_name_in_source_has_no_binding():
     code = plain.__code__.replace(co_varnames=(".0", *plain.__code__.co_varnames[1:]))
     assert variables_of(types.FunctionType(code, {}), {}) is None
+
+
+def test_written_code_reads_and_sets_attributes_of_any_name():
+    one, other, constants = Thing(**{"kept": 1, "a-b": 2}), Thing(), Constants()
+    lines = [
+        constants.setting("other", "class", constants.reading("one", "a-b")),
+        constants.setting("other", "twice", f"{constants.reading('one', 'kept')} * {constants.name_of(2)}"),
+        f"return {constants.name_of(other)}",
+    ]
+    assert constants.function(["one", "other"], lines)(one, other) is other
+    assert vars(other) == {"class": 2, "twice": 2}
+
+
+def test_no_name_of_an_attribute_is_run():
+    constants = Constants()
+    made = constants.function(["it"], [f"return {constants.reading('it', 'x or open(1)')}"])
+    with pytest.raises(AttributeError):
+        made(Thing())

@@ -15,6 +15,7 @@ from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.start.record import NAME
+from fusion_advisor.fuse.start.untraced_call import UntracedCall
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.live.test_saved_plan import save
 from tests.fuse.start import network
@@ -45,6 +46,13 @@ def traced(plan):
 def frames():
     """How many frames dynamo has compiled."""
     return dict(torch._dynamo.utils.counters["frames"])
+
+
+def untraced_calls(fused):
+    """What has made calls without a trace."""
+    found = [call.shortcut for call in fused._verified.values()]
+    found += [piece.untraced for table in fused.shapes for piece in table.pieces]
+    return [one for one in found if isinstance(one, UntracedCall) and one._is_unchanged is not None]
 
 
 def edit(folder, change):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import gzip
+import importlib
 import json
 import shutil
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +29,7 @@ from fusion_advisor.fuse.start.object_changes import ObjectState, untold_change
 from fusion_advisor.workload.load import describe_live
 from tests.fuse import test_pipeline
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
-from tests.fuse.start.saved import edit, frames, traced
+from tests.fuse.start.saved import edit, frames, traced, untraced_calls
 from tests.fuse.start.test_ranges import put_in
 from tests.tiny import cache_in, gpt2, qwen2
 
@@ -103,6 +106,93 @@ def test_caches_are_filled_and_grow_without_a_trace_and_hold_the_same_bits(folde
         again = everything_of(fused, calls)
         assert frames() != before
     assert all(torch.equal(left, right) for left, right in zip(found, again, strict=True))
+
+
+def growing(maker, run):
+    """A fused model that has made three steps on a cache, the call of a step, and its cache."""
+    made = maker()
+    calls = calls_of(made)
+    fused = put_in(describe_live(made[0], (), made[1]), run)
+    torch.manual_seed(5)
+    _, kwargs = calls["decode" if "decode" in calls else "padded decode"].at({"batch": 3, "cached": 4})
+    for step in range(3):
+        fused(**step_on(kwargs, 4 + step, step))
+    return fused, kwargs, cache_in(kwargs)
+
+
+def compare_a_step(fused, kwargs, step):
+    """Compare the next step with one of the model's own ops, and what both leave in their caches."""
+    own = {name: copy.deepcopy(value) if value is cache_in(kwargs) else value for name, value in kwargs.items()}
+    found = fused(**step_on(kwargs, 4 + step, step)).logits
+    torch.testing.assert_close(found, fused.model._call_impl(**step_on(own, 4 + step, step)).logits, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(layers_of(kwargs), layers_of(own), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def registry():
+    """Which outputs transformers can record of each class of models: of the model's own class a trace reads it."""
+    return importlib.import_module("transformers.utils.output_capturing")._CAN_RECORD_REGISTRY
+
+
+def recorded(model):
+    return next(value for name, value in dict.items(registry()) if f"{type(model.model).__name__}'" in name)
+
+
+def strided(buffer):
+    """Give a tensor other memory with the same numbers and other strides."""
+    buffer.data = torch.stack([buffer, buffer], 1)[:, 0]
+
+
+IN_A_STEP = {
+    "a cache's layer": lambda _, cache: cache.layers.__setitem__(1, copy.copy(cache.layers[1])),
+    "a layer's keys": lambda _, cache: setattr(cache.layers[0], "keys", cache.layers[0].keys + 1),
+    "all layers": lambda _, cache: setattr(cache, "layers", [copy.copy(layer) for layer in cache.layers]),
+    "another model's item": lambda _, __: registry().update(other={}),
+}
+READ_IN_A_STEP = {
+    "keys that are the values": (lambda _, cache: setattr(cache.layers[0], "keys", cache.layers[0].values), "share memory"),
+    "a buffer's strides": (lambda model, _: strided(model.model.rotary_emb.inv_freq), "inv_freq"),
+    "an item more": (lambda model, _: recorded(model).update(cross_attentions=torch.nn.Linear), "RECORD_REGISTRY"),
+    "another item": (lambda model, _: recorded(model).update(hidden_states=torch.nn.Linear), "RECORD_REGISTRY"),
+    "an equal dict": (lambda model, _: dict.update(registry(), {str(type(model.model)): {**recorded(model)}}), ""),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_STEP)
+@pytest.mark.parametrize("folder", [qwen2], indirect=True)
+def test_a_step_goes_on_with_what_is_in_the_cache_now(name, folder):
+    run, maker = folder
+    before = frames()
+    with torch.no_grad():
+        fused, kwargs, cache = growing(maker, run)
+        with fused:
+            IN_A_STEP[name](fused.model, cache)
+            try:
+                for step in (3, 4):
+                    compare_a_step(fused, kwargs, step)
+            finally:
+                dict.pop(registry(), "other", None)
+            assert fused.traced_because == "" and fused.fallbacks == {} and frames() == before
+            assert not any(one.left for one in untraced_calls(fused))
+
+
+@pytest.mark.parametrize("name", READ_IN_A_STEP)
+@pytest.mark.parametrize("folder", [qwen2], indirect=True)
+def test_what_a_step_had_read_is_noticed_at_the_next_one(name, folder):
+    run, maker = folder
+    change, word = READ_IN_A_STEP[name]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fused, kwargs, cache = growing(maker, run)
+        items, before = recorded(fused.model), dict(recorded(fused.model))
+        try:
+            with fused:
+                change(fused.model, cache)
+                compare_a_step(fused, kwargs, 3)
+                assert word in fused.traced_because and bool(word) is bool(fused.traced_because)
+        finally:
+            items.clear()
+            items.update(before)
 
 
 def live_routes():
@@ -245,6 +335,8 @@ def test_numbers_of_objects_that_the_trace_had_asked_for_are_compared_at_each_ca
             for _ in range(3):
                 found, expected = fused(x=x, state=state), Recurrent(asks)(x, own)
                 torch.testing.assert_close((found, state.hidden), (expected, own.hidden), rtol=1e-4, atol=1e-5)
+            state.seen = own.seen = 3  # of an object that has been passed before
+            torch.testing.assert_close(fused(x=x, state=state), Recurrent(asks)(x, own), rtol=1e-4, atol=1e-5)
         changed = "`state.seen` is 3, and was 0" if asks == "seen" else started
         assert fused.traced_because == changed
 

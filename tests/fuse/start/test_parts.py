@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import gc
 import json
 import math
+import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -15,9 +19,11 @@ from fusion_advisor.capture.sizes.open_capture import capture_open
 from fusion_advisor.capture.sizes.size_nodes import let_nodes_stand_for_sizes
 from fusion_advisor.fuse.start.described import CannotDescribe, code_digest, described
 from fusion_advisor.fuse.start.graph_text import decode_graph, encode_graph
-from fusion_advisor.fuse.start.outputs import form_of, holds_number, marked
+from fusion_advisor.fuse.start.guard_tree import Differs
+from fusion_advisor.fuse.start.object_changes import ObjectCode
+from fusion_advisor.fuse.start.outputs import form_of, holds_number, maker, marked
 from fusion_advisor.fuse.start.record import lasting_change
-from fusion_advisor.fuse.start.size_conditions import answer, condition_of, places_in
+from fusion_advisor.fuse.start.size_conditions import all_hold, condition_of
 from fusion_advisor.runtime.torch_internals import compiled_code, dispatcher, fake_mode, stored_sizes, symbolic_sizes
 from tests.tiny import Calling, toy
 
@@ -239,7 +245,9 @@ def test_a_graph_with_open_sizes_made_again_is_the_same_graph_at_all_sizes():
 )  # fmt: skip
 def test_what_dynamo_asks_of_sizes_is_asked_again(text, fits):
     condition = json.loads(json.dumps(condition_of(ast.parse(text, mode="eval").body, lambda way: 0)))
-    assert bool(answer(condition, [torch.empty(3, 4)])) is fits and set(places_in(condition)) == {0}
+    assert all_hold([condition])([torch.empty(3, 4)]) is fits
+    assert all_hold([["<=", 3, ["size", 0, 0]], condition])([torch.empty(3, 4)]) is fits
+    assert not all_hold([condition, ["!=", ["stride", 0, 1], 1]])([torch.empty(3, 4)])
 
 
 @pytest.mark.parametrize(
@@ -263,3 +271,116 @@ def test_numbers_in_an_output_are_found():
 
     assert not any(map(form, (x, [x, None, "text", True], {"a": (x,), 3: x})))
     assert all(map(form, (1, [x, 2], {"a": (x, 2.5)}, (x, [{"b": 7}]))))
+
+
+def deep(depth):
+    return ["not", deep(depth - 1)] if depth else True
+
+
+@pytest.mark.parametrize(
+    "condition", [None, "size", [], ["size", 0], ["size", "0", 1], ["size", -1, 0], ["==", 1], ["eval", "1"], {"==": 1}, deep(99)]
+)
+def test_what_is_no_condition_is_refused(condition):
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        all_hold([condition])
+
+
+def test_conditions_on_tensors_of_other_ranks_or_that_divide_by_zero_raise():
+    with pytest.raises(IndexError):
+        all_hold([["<=", 2, ["size", 0, 1]]])([torch.empty(3)])
+    with pytest.raises(ArithmeticError):
+        all_hold([["==", ["%", 4, ["size", 0, 0]], 0]])([torch.empty(0)])
+
+
+@dataclasses.dataclass
+class Table(OrderedDict):
+    """Items are the fields that are not None, as in the outputs of transformers."""
+
+    first: object = None
+    second: object = None
+    third: object = None
+
+    def __post_init__(self):
+        Table.made += 1
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+
+Table.made = 0
+
+
+@dataclasses.dataclass
+class Summed(Table):
+    """Has an item that is no field."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self["all"] = self.first.sum()
+
+
+@pytest.mark.parametrize(("kind", "runs"), [(Table, 0), (Summed, 1)])
+def test_a_table_of_fields_is_made_as_its_own_code_makes_it(kind, runs):
+    x, y = torch.ones(2), torch.zeros(3)
+    template = kind(first=x, third=[y, 4])
+    results = {id(x): 0, id(y): 1}
+    form = form_of(template, lambda one: {"result": results[id(one)]})
+    make, before = maker(json.loads(json.dumps(form)), template), Table.made
+    made = make([x + 1, y + 1], [], {})
+    assert Table.made - before == runs and type(made) is kind
+    expected = kind(first=x + 1, third=[y + 1, 4])
+    assert [*made] == [*expected] and [*vars(made)] == [*vars(expected)]
+    assert torch.equal(made["first"], x + 1) and made["first"] is made.first and made["third"] is made.third
+    assert torch.equal(made.third[0], y + 1) and made.second is None and "second" not in made
+    assert make([x, y], [], {}).third is not made.third
+
+
+class Held:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+def test_outputs_of_all_kinds_are_made_anew():
+    x, cache = torch.ones(2), Held(keys=torch.zeros(1), size=3)
+    template = [(x,), (), {"a b": [x, None], 3: "text"}, cache, x]
+    form = form_of(template, lambda one: {"input": 1} if one is x else {"result": 2}, {id(cache): "cache"})
+    make = maker(form, template)
+    made = make([0, 0, "r"], ["i", "j"], {"cache": "c"})
+    assert made == [("j",), (), {"a b": ["j", None], 3: "text"}, "c", "j"]
+    held = maker(form_of(cache, lambda _: {"result": 0}), cache)(["k"], [], {})
+    assert type(held) is Held and vars(held) == {"keys": "k", "size": 3}
+
+
+def test_objects_of_a_call_are_read_compared_and_set_by_written_code():
+    def cache():
+        return Held(layers=[Held(keys=torch.ones(1), size=3)], seen=1.0, all=[torch.ones(2)])
+
+    sets = [
+        ("cache.layers.0", "keys", {"result": 0}, None),
+        ("cache", "seen", {"float": "0x1p+1"}, 2.0),
+        ("cache", "odd name", 5, 5),
+    ]
+    code = ObjectCode(["cache.layers.0.keys", "cache.all.0"], [("cache.layers.0", "size", 3), ("cache", "seen", 1.0)], sets)
+    call = {"cache": cache(), "more": 1}
+    bound = code.bind(call)
+    assert [id(one) for one in bound.tensors(call)] == [id(call["cache"].layers[0].keys), id(call["cache"].all[0])]
+    bound.compare_numbers(call)
+    for owner, name, other in ((call["cache"].layers[0], "size", True), (call["cache"], "seen", 1), (call["cache"], "seen", 2.0)):
+        before = getattr(owner, name)
+        setattr(owner, name, other)
+        with pytest.raises(Differs, match=f"{name}` is {other}, and was {before}"):
+            bound.compare_numbers(call)
+        delattr(owner, name)
+        with pytest.raises(Differs, match="is None"):
+            bound.compare_numbers(call)
+        setattr(owner, name, before)
+    bound.set(["new"], [], call)
+    assert vars(call["cache"].layers[0]) == {"keys": "new", "size": 3} and vars(call["cache"])["odd name"] == 5
+    assert call["cache"].seen == 2.0
+    del owner
+    gone = weakref.ref(call.pop("cache"))
+    gc.collect()
+    assert gone() is None and bound is not None  # it holds none of the objects that the call passed
+    for other in (Held(layers=[]), Held(layers=[cache()], all=torch.ones(1), seen=1.0)):
+        with pytest.raises(Differs, match="objects hold others"):
+            code.bind({"cache": other})

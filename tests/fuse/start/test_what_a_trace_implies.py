@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.workload.load import describe_live
 from tests.fuse import test_pipeline
-from tests.fuse.start.saved import put_in, run_of, traced
+from tests.fuse.start.saved import put_in, run_of, traced, untraced_calls
 from tests.fuse.start.test_untraced_start import options_in, own
 
 pytestmark = test_pipeline.pytestmark
@@ -157,3 +157,68 @@ def test_a_global_that_hides_a_built_in_later_is_seen(has_run, tmp_path):
                 del globals()[name]
             assert "hides a built-in" in fused.traced_because
             torch.testing.assert_close(loaded.model(*loaded.args), own(loaded), rtol=1e-4, atol=1e-4)
+
+
+class Buffers(torch.nn.Module):
+    """Reads buffers of which no two may be one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+        self.register_buffer("gain", torch.rand(64))
+        self.register_buffer("shift", torch.rand(64))
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.linear(x) * self.gain + self.shift) + x
+
+
+def buffers(seed=1):
+    torch.manual_seed(seed)
+    return describe_live(Buffers().eval(), (torch.randn(2, 48, 64),))
+
+
+@pytest.fixture(scope="module")
+def with_buffers(tmp_path_factory):
+    found = tmp_path_factory.mktemp("buffers") / "run"
+    assert run_of(buffers(seed=0), options_in(found)) == ""
+    return found
+
+
+def laid_out(model):
+    """Give a buffer's memory other strides, and nothing else."""
+    model.gain.data = torch.rand(128)[::2]
+
+
+def joined(model):
+    model.shift = model.gain
+
+
+OF_BUFFERS = {
+    "another tensor": (lambda model: setattr(model, "gain", torch.rand(64)), ""),
+    "its size": (lambda model: model.gain.resize_(1), "gain"),
+    "its strides": (laid_out, "gain"),
+    "that it asks for gradients": (lambda model: model.gain.requires_grad_(True), "gain"),
+    "that it is another buffer": (joined, "one and the same"),
+}
+
+
+@pytest.mark.parametrize("name", OF_BUFFERS)
+def test_what_the_trace_had_read_of_buffers_is_noticed_at_the_next_call(name, with_buffers):
+    loaded, (change, word) = buffers(), OF_BUFFERS[name]
+    with torch.no_grad(), put_in(loaded, with_buffers) as fused, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            loaded.model(*loaded.args)
+        assert fused.traced_because == "" and [one.left for one in untraced_calls(fused)] == [[]]
+        change(loaded.model)
+        torch.testing.assert_close(loaded.model(*loaded.args), own(loaded), rtol=1e-4, atol=1e-4)
+        assert word in fused.traced_because and bool(word) is bool(fused.traced_because)
+
+
+def test_inference_mode_and_none_take_turns(with_buffers):
+    loaded = buffers()
+    with torch.no_grad(), put_in(loaded, with_buffers) as fused:
+        for number in range(24):
+            with torch.inference_mode() if number % 2 == 0 else nullcontext():
+                torch.testing.assert_close(loaded.model(*loaded.args), own(loaded), rtol=1e-4, atol=1e-4)
+        assert fused.traced_because == "" and fused.fallbacks == {}
