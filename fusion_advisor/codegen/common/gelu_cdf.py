@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from fusion_advisor.codegen.common.printer_rows import jumps_after_function
 from fusion_advisor.ir.program import HALF, Program, Value, result_dtypes
 
 _INNER, _CUBIC = math.sqrt(8 / math.pi), 0.044715
@@ -24,7 +25,7 @@ def with_cdfs(program: Program) -> Program:
     Args:
         program: numbers of its values stay what they are.
     """
-    if program.siblings or program.is_exact or not result_dtypes(program) <= HALF:
+    if program.siblings or program.is_exact or not result_dtypes(program) <= HALF or jumps_after_function(program):
         return program
     values = list(program.values)
     stored = [number for store in program.stores for number in store.needs]

@@ -20,9 +20,11 @@ from fusion_advisor.codegen.common.printer import (
     Unsupported,
     Writer,
 )
-from fusion_advisor.ir.program import COMPARES, REDUCTIONS, Program, Value
+from fusion_advisor.ir.program import COMPARES, REDUCTIONS, ROUNDINGS, Program, Value
 
 _JUMPS = frozenset({"floor", "ceil", "trunc", "round", "remainder", "sign", *COMPARES})
+_DIVISIONS = frozenset({"div", "reciprocal", "sqrt"})
+_SHORT = frozenset({"sigmoid", "tanh", "expm1", "log1p", "erfc"})
 
 
 def infix(sign: str, rank: int) -> Row:
@@ -125,11 +127,23 @@ def jumps_after_division(program: Program) -> bool:
 
     Where nothing is, a division or a root whose results are rounded to 16 bits may be two units in the last place off.
     """
+    return _jumps_after(program, _DIVISIONS, ends=frozenset())
+
+
+def jumps_after_function(program: Program) -> bool:
+    """Return the same of a function that is shorter where results are rounded to 16 bits: 0.49999997 for the sigmoid of 0, say.
+
+    What is rounded to 16 bits before it is compared shows nothing of that.
+    """
+    return _jumps_after(program, _SHORT, ends=frozenset(ROUNDINGS.values()))
+
+
+def _jumps_after(program: Program, ops: frozenset[str], *, ends: frozenset[str]) -> bool:
     after = set[int]()
     for number, value in enumerate(program.values):
-        is_after = not after.isdisjoint(value.args)
+        is_after = not after.isdisjoint(value.args) and value.op not in ends
         if is_after and (value.op in _JUMPS or value.dtype in ("int64", "bool")):
             return True
-        if is_after or value.op in ("div", "reciprocal", "sqrt"):
+        if is_after or value.op in ops:
             after.add(number)
     return False

@@ -46,7 +46,7 @@ def may_wrap(program: Program) -> frozenset[int]:
 
 def _is_short(writer: CudaWriter, value: Value) -> bool:
     """Whether a function need only be good to 16 bits."""
-    return value.dtype == "float32" and writer.is_half
+    return value.dtype == "float32" and writer.is_short
 
 
 def _is_fast(writer: CudaWriter, value: Value) -> bool:
@@ -113,13 +113,16 @@ def _remainder(writer: CudaWriter, number: int, value: Value, args: Sequence[Tex
     return helper(HELPERS["remainder"])(writer, number, value, args)
 
 
-def _where(_writer: CudaWriter, _number: int, _value: Value, args: Sequence[Text]) -> Text:
-    return Text(f"{args[0].at(ATOM)} ? {args[1].at(SUM)} : {args[2].at(SUM)}", LOOSE)
+def _where(writer: CudaWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
+    chosen = args[1].at(SUM)
+    if value.dtype == "int64" and all(writer.plan.program.values[arg].op == "const" for arg in value.args[1:]):
+        chosen = f"(long long){args[1].at(ATOM)}"  # of two literals C++ makes an int
+    return Text(f"{args[0].at(ATOM)} ? {chosen} : {args[2].at(SUM)}", LOOSE)
 
 
 def _div(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
     divisor = writer.plan.program.values[value.args[1]]
-    if _is_short(writer, value) and has_inverse(divisor):
+    if value.dtype == "float32" and writer.is_rough and has_inverse(divisor):
         return Text(f"{args[0].at(PRODUCT)} * (1.0f / {args[1].at(UNARY)})", PRODUCT)
     if _is_fast(writer, value):
         return Text(f"__fdividef({args[0].code}, {args[1].code})")
@@ -140,7 +143,7 @@ def _reciprocal(writer: CudaWriter, number: int, value: Value, args: Sequence[Te
 
 
 def _exp(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
-    if not _is_short(writer, value):
+    if not (value.dtype == "float32" and writer.is_half):
         return _math("exp")(writer, number, value, args)
     if not writer.is_below_maximum(value.args[0]):
         return Text(f"__expf({args[0].code})")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from fusion_advisor.codegen.common.arguments import Access, Schedule
 from fusion_advisor.codegen.common.printer import ATOM, COMPARE, LOOSE, SUM, Text, Writer, terms_of
-from fusion_advisor.codegen.common.printer_rows import jumps_after_division
+from fusion_advisor.codegen.common.printer_rows import jumps_after_division, jumps_after_function
 from fusion_advisor.codegen.cuda.op_rows import COMPUTE, FAST, HELPERS, MATH, ROWS, WRAPPING_HELPERS, may_wrap
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ADDRESSED, HALF, REDUCTIONS, Value, dropout_constants, result_dtypes
@@ -130,6 +130,8 @@ class CudaWriter(Writer):
         self.is_half = result_dtypes(plan.program) <= HALF and not plan.program.is_exact
         self.is_rough = self.is_half and not jumps_after_division(plan.program)
         """Whether a division or a root may be approximate."""
+        self.is_short = self.is_half and not jumps_after_function(plan.program)
+        """Whether functions need only be good to 16 bits."""
         self.may_wrap = may_wrap(plan.program)
         super().__init__(plan, fast_math=fast_math)
 
@@ -145,6 +147,8 @@ class CudaWriter(Writer):
             return "true" if constant else "false"
         if value.dtype == "int64":
             whole = int(constant or 0)
+            if whole == -(2**63):  # its digits alone are an unsigned number, and so would be compared what stands beside it
+                return "(long long)(1ULL << 63)"
             return str(whole) if abs(whole) < 2**31 else f"{whole}LL"
         number, suffix = float(0.0 if constant is None else constant), "f" if value.dtype == "float32" else ""
         if value.dtype == "float32" and math.isfinite(number) and abs(number) > 3.4028235677973366e38:

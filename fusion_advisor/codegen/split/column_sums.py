@@ -29,6 +29,7 @@ _MOST_LOADS = 32
 """Elements that a thread has under way for each column: rows times tensors."""
 _COMBINED = {"reduce_sum": "add", "reduce_max": "maximum", "reduce_min": "minimum"}
 _IDENTITY = {"reduce_sum": 0.0, "reduce_max": -math.inf, "reduce_min": math.inf}
+_OF_INTEGERS = {"reduce_sum": 0, "reduce_max": -(2**63), "reduce_min": 2**63 - 1}
 _PARTIAL = Tuning(block_cols=256, block_rows=1, num_warps=4)
 """Two elements a thread, each of up to 16 rows."""
 _WHOLE = Tuning(block_rows=8, num_warps=8)
@@ -198,7 +199,8 @@ def _partial_part(found: _Columns, scratch: Sequence[Scratch]) -> Part:
             value = program.values[number]
             element = copier.copy(value.args[0])
             if guard is not None:
-                identity = copier.emit(Value(op="const", constant=_IDENTITY[value.op], dtype=value.dtype))
+                neutral = (_OF_INTEGERS if value.dtype == "int64" else _IDENTITY)[value.op]
+                identity = copier.emit(Value(op="const", constant=neutral, dtype=value.dtype))
                 element = copier.emit(Value(op="where", args=(guard, element, identity), dtype=value.dtype))
             if number in combined:
                 both = (combined[number], element)

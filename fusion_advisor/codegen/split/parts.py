@@ -62,8 +62,10 @@ class Copier:
 
     def emit(self, value: Value) -> int:
         """Append a value, or return the number of an equal one."""
-        if value in self.values:
-            return self.values.index(value)
+        constant = str(value.constant)  # 0.0 and -0.0 are equal
+        found = next((n for n, one in enumerate(self.values) if one == value and str(one.constant) == constant), None)
+        if found is not None:
+            return found
         self.values.append(value)
         return len(self.values) - 1
 

@@ -58,6 +58,13 @@ def _larger_or_smaller(_writer: TritonWriter, _number: int, value: Value, args: 
     return Text(f"tl.{value.op}({args[0].code}, {args[1].code}, propagate_nan=tl.PropagateNan.ALL)")
 
 
+def _where(writer: TritonWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
+    choices = [arg.code for arg in args[1:]]
+    if all(writer.plan.program.values[arg].op == "const" for arg in value.args[1:]):
+        choices[0] = writer.typed(value.args[1])
+    return Text(f"tl.where({', '.join([args[0].code, *choices])})")
+
+
 def _is_count(writer: TritonWriter, number: int) -> bool:
     """Whether a value is the number of a row's elements: its columns, or some for each column."""
     values = writer.plan.program.values
@@ -66,7 +73,7 @@ def _is_count(writer: TritonWriter, number: int) -> bool:
 
 
 def _div(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
-    if value.dtype == "float32" and writer.is_half and has_inverse(writer.plan.program.values[value.args[1]]):
+    if value.dtype == "float32" and writer.is_rough and has_inverse(writer.plan.program.values[value.args[1]]):
         return Text(f"{args[0].at(PRODUCT)} * (1.0 / {args[1].at(UNARY)})", PRODUCT)
     is_mean = value.dtype == "float32" and _is_count(writer, value.args[1])
     if is_mean and not (writer.fast_math or writer.plan.program.is_exact):
@@ -103,7 +110,7 @@ def _erfc(writer: TritonWriter, number: int, value: Value, args: Sequence[Text])
         if value.constant:  # 1 + erf, as eager's GELU computes it
             return Text(f"1.0 - tl.erf({args[0].code})", SUM)
         return helper("erfc")(writer, number, value, args)
-    if writer.is_half:
+    if writer.is_short:
         return Text(f"2.0 * {writer.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951')}", PRODUCT)
     return helper("erfc")(writer, number, value, args)
 
@@ -123,7 +130,7 @@ def _with_short(function: str) -> Row:
     """Return the row of a helper that takes no integers, and that is shorter where results are rounded to 16 bits."""
 
     def row(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
-        is_short = writer.is_half and value.dtype == "float32"
+        is_short = writer.is_short and value.dtype == "float32"
         return (helper(f"{function}_16bit") if is_short else _of_reals(function))(writer, number, value, args)
 
     return row
@@ -148,7 +155,7 @@ ROWS: Mapping[str, Row] = {
     "erfc": _erfc,
     "maximum": _larger_or_smaller,
     "minimum": _larger_or_smaller,
-    "where": call_of("tl.where"),
+    "where": _where,
     "not": lambda _writer, _number, _value, args: Text(f"~{args[0].at(ATOM)}", UNARY),
     "normal_cdf": lambda writer, _number, _value, args: Text(writer.normal_cdf(args[0].code)),
     "tanh_cdf": helper("tanh_cdf_16bit"),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from fusion_advisor.codegen.common.arguments import Access, Schedule
 from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, ROUNDERS, SUM, UNARY, Text, Writer
-from fusion_advisor.codegen.common.printer_rows import jumps_after_division
+from fusion_advisor.codegen.common.printer_rows import jumps_after_division, jumps_after_function
 from fusion_advisor.codegen.triton.op_rows import ROWS
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import HALF, ITEM_BYTES, Value, dropout_constants, result_dtypes
@@ -66,6 +66,8 @@ class TritonWriter(Writer):
         self.is_half = result_dtypes(plan.program) <= HALF and not plan.program.is_exact
         self.is_rough = self.is_half and not jumps_after_division(plan.program)
         """Whether a division or a root may be approximate."""
+        self.is_short = self.is_half and not jumps_after_function(plan.program)
+        """Whether functions need only be good to 16 bits."""
         self._runs: dict[int, str] = {}
         self._says_bytes = False
         self.shares_rows = not is_looped and _writes_rows(plan)
@@ -86,6 +88,12 @@ class TritonWriter(Writer):
         if value.constant_name and value.dtype == "float64":
             return f"tl.full([], {number!r}, tl.float64)"  # a name for a plain number would hold it as float32
         return repr(number) if math.isfinite(number) else f'float("{number}")'
+
+    def typed(self, number: int) -> str:
+        """A value for where no other says its dtype: of two plain numbers Triton makes int32 or float32."""
+        value, code = self.plan.program.values[number], self.text(number).code
+        is_plain = value.op == "const" and not value.constant_name and value.dtype in ("int64", "float64")
+        return f"tl.full([], {code}, tl.{value.dtype})" if is_plain else code
 
     @property
     def shared_columns(self) -> Collection[int]:
@@ -256,7 +264,7 @@ class TritonWriter(Writer):
         arg = value.args[0]
         if value.op == "reduce_sum" and arg in self.zero_past_end:
             return self.text(arg).code
-        return f"tl.where({self.mask(frozenset((self.plan.col_dim,)))}, {self.text(arg).code}, {identity(value)})"
+        return f"tl.where({self.mask(frozenset((self.plan.col_dim,)))}, {self.typed(arg)}, {identity(value)})"
 
     def dropout(self, number: int, value: Value) -> Text:
         """A call of the helper, with what columns share of the element's number and what they do not."""

@@ -139,32 +139,40 @@ def _negated(values: Values, number: int) -> int:
 
 
 def _scaled_twice(values: Values, _op: str, args: tuple[int, ...], _dtype: str | None) -> int | None:
-    """(a·c)·d = a·(c·d) when one of the constants is a power of two: no rounding moves."""
+    """(a·c)·d = a·(c·d) when one of the constants is a power of two: no rounding moves, as long as c·d is a normal number."""
     for one, other in (args, args[::-1]):
         outer, dtype = values.constant_of(one), values.values[one].dtype
         if not isinstance(outer, float) or values.values[other].dtype != dtype:
             continue
         for kept, factor in _scaled_by_constant(values, other):
-            if _is_power_of_two(outer) or _is_power_of_two(factor):
+            is_exact = _is_power_of_two(outer) or _is_power_of_two(factor)
+            if is_exact and _is_normal(outer * factor, dtype):
                 return values.make("mul", kept, values.const(outer * factor, dtype))
     return None
 
 
 def _both_scaled(values: Values, _op: str, args: tuple[int, ...], _dtype: str | None) -> int | None:
-    """(x·2ⁿ)·(y·2ᵐ) = x·y·2ⁿ⁺ᵐ, so that GELU's 0.5·x·(2·sigmoid) loses both factors."""
-    factors, rest = 1.0, []
-    for arg in args:
-        kept, factor = arg, 1.0
-        if values.values[arg].dtype in ("float32", "float64"):
-            for kept_by, constant in _scaled_by_constant(values, arg):
-                if _is_power_of_two(constant):
-                    kept, factor = kept_by, constant
-        rest.append(kept)
-        factors *= factor
-    if any(before == after for before, after in zip(args, rest, strict=True)):
+    """(x·2ⁿ)·(y·2⁻ᵐ) = x·(y·2ⁿ⁻ᵐ), with what is left on the side whose power is the larger one.
+
+    So GELU's (0.5·x)·(2·sigmoid) loses both factors. Two powers of one sign stay: (x·2⁻²⁰)² is a number where x² is none.
+    """
+    (left, one), (right, other) = (_power_of_two(values, arg) for arg in args)
+    if (abs(one) - 1.0) * (abs(other) - 1.0) >= 0.0:
         return None
-    product = values.make("mul", *rest)
-    return values.make("mul", product, values.const(factors, values.values[product].dtype))
+    if one * other != 1.0:
+        rest = values.const(one * other, values.values[left].dtype)
+        is_left_larger = abs(math.log2(abs(one))) > abs(math.log2(abs(other)))
+        left, right = (values.make("mul", left, rest), right) if is_left_larger else (left, values.make("mul", right, rest))
+    return values.make("mul", left, right)
+
+
+def _power_of_two(values: Values, number: int) -> tuple[int, float]:
+    """A float as another value times a power of two; times 1 where it is no such product."""
+    if values.values[number].dtype in ("float32", "float64"):
+        for kept, constant in _scaled_by_constant(values, number):
+            if _is_power_of_two(constant):
+                return kept, constant
+    return number, 1.0
 
 
 def _scaled_by_constant(values: Values, number: int) -> Iterator[tuple[int, float]]:
@@ -192,6 +200,11 @@ def _takes_nothing(constant: float | int | bool | None) -> bool:
 
 def _is_power_of_two(number: float) -> bool:
     return number != 0 and math.isfinite(number) and abs(math.frexp(number)[0]) == 0.5
+
+
+def _is_normal(number: float, dtype: str) -> bool:
+    limit = 126 if dtype == "float32" else 1022
+    return 2.0**-limit <= abs(number) <= 2.0**limit
 
 
 FOLDS: dict[str, Sequence[Fold]] = {

@@ -15,7 +15,7 @@ from fusion_advisor.ir.program import Value
 from fusion_advisor.lowering.builder.collapse_loops import assemble
 from fusion_advisor.lowering.builder.columns import has_columns
 from fusion_advisor.lowering.builder.guards import decided_by, guard_of_rows
-from fusion_advisor.lowering.builder.integers import refuse_too_wide, wrapped
+from fusion_advisor.lowering.builder.integers import argument_in_range, refuse_too_wide, wrapped
 from fusion_advisor.lowering.builder.lowered import Lowered, Result
 from fusion_advisor.lowering.builder.rounding import before_store, narrows, rounded, rounded_ops
 from fusion_advisor.lowering.builder.values import Values
@@ -356,7 +356,7 @@ class Lowering(Values):
             if aligned is None:
                 raise CannotLower("FA603", f"{op.target} reads a value with more dims than its result")
             inner = tuple(ORIGIN if size == 1 else place for size, place in zip(shape, aligned, strict=True))
-            number = self.at(value.index, inner)
+            number = argument_in_range(self, self.at(value.index, inner), self.meta(value.index).dtype, op)
         elif isinstance(value, bool | int | float):
             refuse_too_wide(value, op, [self.meta(arg.index).dtype for arg in op.args if isinstance(arg, Ref)])
             return self.const(value, wanted)

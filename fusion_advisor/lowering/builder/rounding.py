@@ -89,21 +89,6 @@ def _jumps(ops: Mapping[int, OpNode] | Sequence[OpNode], op: OpNode) -> bool:
     return bool(given) and given[0].dtype in _WIDTH and op.outputs[0].dtype not in _WIDTH
 
 
-def common_dtype(lowering: Lowering, op: OpNode) -> str | None:
-    """Return the float dtype to which torch converts both sides of a comparison; None where that is no 16-bit float.
-
-    A tensor without dims and a Python number do not widen a tensor that has dims.
-    """
-    metas = [lowering.meta(arg.index) for arg in op.args if isinstance(arg, Ref)]
-    floats = [meta for meta in metas if meta.dtype in _WIDTH]
-    with_dims = {meta.dtype for meta in floats if meta.shape}
-    dtypes = with_dims or {meta.dtype for meta in floats}
-    if len(dtypes) != 1 or (not with_dims and any(meta.shape for meta in metas)):
-        return None
-    (dtype,) = dtypes
-    return dtype if dtype in ROUNDINGS else None
-
-
 def rounded_scalar(lowering: Lowering, op: OpNode, number: int) -> int:
     """In exact mode, the Python number of a 16-bit sum or difference as a CPU's eager ops see it: rounded to the sum's dtype.
 

@@ -9,7 +9,9 @@ from fusion_advisor.ir.affine_index import Index
 from fusion_advisor.ir.dtypes import FLOATS, CannotLower, argument_of, compute_dtype
 from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.lowering.builder.causal_compare import compared
-from fusion_advisor.lowering.builder.rounding import common_dtype, rounded_scalar
+from fusion_advisor.lowering.builder.integers import in_range
+from fusion_advisor.lowering.builder.promotion import common_dtype
+from fusion_advisor.lowering.builder.rounding import rounded_scalar
 from fusion_advisor.lowering.rules.activation import ACTIVATIONS
 from fusion_advisor.lowering.rules.creation import PLACES
 from fusion_advisor.lowering.rules.random import RANDOM
@@ -17,20 +19,6 @@ from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
     from fusion_advisor.lowering.builder.builder import Lowering
-
-
-def _operands_dtype(lowering: Lowering, op: OpNode) -> str:
-    """The compute dtype of a comparison: floats win, then integers."""
-    found = [compute_dtype(lowering.meta(arg.index).dtype) for arg in op.args if isinstance(arg, Ref)]
-    found += [
-        "float32" if isinstance(arg, float) else "int64"
-        for arg in op.args
-        if isinstance(arg, int | float) and not isinstance(arg, bool)
-    ]
-    for dtype in ("float64", "float32", "int64"):
-        if dtype in found:
-            return dtype
-    return "bool"
 
 
 def _unary(name: str) -> Rule:
@@ -65,13 +53,18 @@ def _binary(name: str) -> Rule:
     return rule
 
 
+def _cut(lowering: Lowering, op: OpNode, position: int, number: int, dtype: str) -> int:
+    """An argument as an integer of a dtype that may be narrower than its own."""
+    source = op.args[position]
+    return in_range(lowering, number, lowering.meta(source.index).dtype, dtype) if isinstance(source, Ref) else number
+
+
 def _compare(name: str) -> Rule:
     def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
-        dtype = _operands_dtype(lowering, op)
-        sides = [lowering.argument(op, position, where, dtype=dtype) for position in (0, 1)]
         common = common_dtype(lowering, op)
-        if common is not None:  # 0.1 is 0.10009765625 to a bfloat16 that it is compared with
-            sides = [lowering.rounded(side, common) for side in sides]
+        sides = [lowering.argument(op, position, where, dtype=compute_dtype(common)) for position in (0, 1)]
+        # 0.1 is 0.10009765625 to a bfloat16 that it is compared with
+        sides = [lowering.rounded(_cut(lowering, op, position, side, common), common) for position, side in enumerate(sides)]
         known = compared(lowering, name, *sides)
         return lowering.make(name, *sides, dtype="bool") if known is None else known
 

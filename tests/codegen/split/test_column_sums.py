@@ -127,6 +127,17 @@ def test_rows_past_the_last_are_not_read_and_count_as_nothing():
     assert not found.any()
 
 
+@pytest.mark.parametrize("shape", [(640, 128), (641, 131)], ids=str)
+def test_extremes_and_sums_of_integers(shape):
+    """Rows past the last count as the farthest integers, which Triton can write."""
+    x = torch.randint(-(2**40), -(2**39), shape, generator=torch.Generator().manual_seed(0))
+    lowered, _ = lower_function(lambda x: (x.amax(0), x.amin(0), x.sum(0)), x)
+    found = run_parts(split_columns(lowered.program), [flat(x)])
+    for got, want in zip(found, (x.amax(0), x.amin(0), x.sum(0)), strict=True):
+        assert torch.equal(got.reshape(want.shape), want)
+    assert len(TritonBackend().render(lowered.program, HEADER, tuning=Tuning(), fast_math=False).parts) == 2
+
+
 @pytest.mark.parametrize(
     ("function", "shape"),
     [
