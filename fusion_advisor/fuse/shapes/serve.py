@@ -26,6 +26,7 @@ from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.shapes.call_form import CallParts, Row, has_odd_strides, laid_out, odd_tensor, pattern_of, sizes_in
 from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, Served, contains
+from fusion_advisor.fuse.shapes.size_values import compute_ahead
 from fusion_advisor.fuse.start.untraced_call import TracedAgain, UntracedCall
 from fusion_advisor.records import SizeRange
 
@@ -51,6 +52,7 @@ class ServedPiece:
         untraced: makes the call where the piece's graph was read from a file.
         growing: symbols of the sizes that grow from call to call.
         cutter: lets parts of its calls run as CUDA graphs; None where none may.
+        symbols: returns the numbers that the symbols of its graph stand for, given the sizes of a call.
     """
 
     box: Box
@@ -67,6 +69,7 @@ class ServedPiece:
     untraced: UntracedCall | None = None
     growing: frozenset[Any] = frozenset()
     cutter: Cutter | None = None
+    symbols: Callable[[Sizes], Mapping[Any, int]] | None = None
     _wrap: Wrap | None = None
     _shortcut: Shortcut | UntracedCall | None = None
     _traced_anew: int = 0
@@ -148,6 +151,8 @@ class ServedPiece:
         """Return what may be recorded for a shape: one for calls of it and for those that are rounded up to it."""
         if key not in self._graphed:
             assert self._wrap is not None
+            assert self.symbols is not None  # a piece that is called has a graph
+            compute_ahead(module, self.symbols(self._sizes(key)))
             self._graphed[key] = self._wrap(module, self.names)
         return self._graphed[key]
 
@@ -194,6 +199,7 @@ def serving(piece: Piece, points: Sequence[Served], padding: Padding | None = No
         box=piece.box, compiled=opened.live.compiled, untraced=opened.live.untraced, route=region.route, slots=opened.slots(),
         points=tuple(points), names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
         writes=writes_to_inputs(region), padding=padding, growing=opened.symbols_of(CACHED),
+        symbols=opened.symbols,
     )  # fmt: skip
 
 
