@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,7 +19,7 @@ import torch
 
 from fusion_advisor.capture.graph.tracer import Route
 from fusion_advisor.export.copied.call_objects import at
-from fusion_advisor.fuse.direct.direct_call import Frame, unchanged_of
+from fusion_advisor.fuse.direct.direct_call import ChangesAlways, Frame, unchanged_of
 from fusion_advisor.fuse.start.call_tensors import arguments, sharing
 from fusion_advisor.fuse.start.guard_tree import Differs, Node, Seen, Tree, check, pattern, roots
 from fusion_advisor.fuse.start.object_changes import Number, Setter, compare_numbers
@@ -69,6 +70,8 @@ class UntracedCall:
         otherwise: makes the calls that are not as the traced one; set by whoever can trace the model.
         why: why the last such call was none of ours.
         traced_again: how often that was.
+        is_restless: of the last such call it is not known whether it was one: the model is changed too often to be read.
+        clock: returns seconds.
     """
 
     def __init__(self, model: torch.nn.Module, traced: Traced, route: Route) -> None:
@@ -77,7 +80,11 @@ class UntracedCall:
         self.otherwise: Callable[..., Any] | None = None
         self.why = ""
         self.traced_again = 0
+        self.is_restless = False
+        self.clock = time.perf_counter
         self._tries = self._runs = 0
+        self._rests_until = 0.0
+        self._was_same = False
         self._builtins = frozenset(traced.tree.builtins).difference(traced.frame.function.__globals__)
         self._is_unchanged: Callable[[], bool] | None = None
         self._left: list[tuple[Node, Any]] = []
@@ -117,7 +124,7 @@ class UntracedCall:
             if self._traced.tree.conditions:
                 self._compare_sizes(passed)
         except Differs as difference:
-            self.why = str(difference)
+            self.why, self.is_restless = str(difference), isinstance(difference, _Restless)
             self.traced_again += 1
             if self.otherwise is None:
                 raise
@@ -215,11 +222,20 @@ class UntracedCall:
         Raises:
             Differs: something is not as it was.
         """
-        if self._tries >= _MOST_TRIES:
-            raise Differs(self.why or "the model changes at each call")
+        began_s = self.clock()
+        if self._tries >= _MOST_TRIES and began_s < self._rests_until:
+            raise _Restless if self._was_same else Differs(self.why)
         if compiled_code.global_state() != self._began:
             raise Differs("torch's global state is another one")
         self._tries += 1
+        self._was_same = False
+        try:
+            self._note(args, kwargs)
+            self._was_same = True
+        finally:
+            self._rests_until = self.clock() + _REST * (self.clock() - began_s)
+
+    def _note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._is_unchanged = None
         frame, tree = self._traced.frame, self._traced.tree
         variables, space = frame.variables(args, kwargs), frame.function.__globals__
@@ -297,6 +313,13 @@ class UntracedCall:
         self._dtypes = [*map(_DTYPE, self._tensors)]
 
 
+class _Restless(Differs):
+    """The model is as it was, and was changed too often to be read after each change."""
+
+    def __init__(self) -> None:
+        super().__init__("the model is changed so often that reading it each time takes too long")
+
+
 class TracedAgain:
     """Makes calls where the model is no longer as it was: dynamo traces it.
 
@@ -314,7 +337,13 @@ class TracedAgain:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _leaves: Any = (), _objects: Any = ()) -> Any:
-        """Make a call."""
+        """Make a call.
+
+        Raises:
+            ChangesAlways: the model was changed too often, and not in what the trace had read: no trace would end that.
+        """
+        if self._untraced.is_restless:
+            raise ChangesAlways(self._untraced.why)
         self._on_trace(self._untraced.why)
         if self._compiled is None:
             self._compiled = dynamo.compiled_call(self._model, self._backend)
@@ -349,7 +378,8 @@ _WORTH_A_LOOK = 50
 """Calls after which a model that changed is read as often again."""
 _MOST_SHAPES = 4096
 _MOST_TRIES = 4
-"""A model that changes at each call is not read at each."""
+_REST = 20
+"""Times as long as reading took the model is not read again, after those: a server may set an attribute for each request."""
 
 
 def _never() -> bool:
