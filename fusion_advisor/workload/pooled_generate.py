@@ -71,8 +71,14 @@ class PooledGenerate:
         rest = {name: value for name, value in kwargs.items() if name not in ("input_ids", "inputs")}
         mask = rest.pop("attention_mask", None)
         mask = torch.ones_like(ids) if mask is None else mask.long() if mask.dtype == torch.bool else mask
-        cache = self._filled(ids, mask, in_steps(settings.most_tokens(int(ids.shape[1]))), settings.get("pad_token_id"))
-        return self._model.generate(ids, attention_mask=mask, **{cache_name(self._model): cache}, **rest)
+        key = (int(ids.shape[0]), in_steps(settings.most_tokens(int(ids.shape[1]))))
+        # While it is used it is not in the pool: another thread may generate, or a stopping criterion or a streamer of this call.
+        cache = self._taken(key)
+        try:
+            self._fill(cache, ids, mask, settings.get("pad_token_id"))
+            return self._model.generate(ids, attention_mask=mask, **{cache_name(self._model): cache}, **rest)
+        finally:
+            self._put_back(key, cache)
 
     def _why_own(self, ids: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings) -> str:
         """Say why the model's own ``generate`` has to do it; empty where a static cache serves it."""
@@ -110,9 +116,26 @@ class PooledGenerate:
             self._windows = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
         return self._windows
 
-    def _filled(self, ids: torch.Tensor, mask: torch.Tensor, room: int, pad: int | None) -> Any:
-        """Return a static cache that holds all tokens of the prompts but the last."""
-        from transformers import DynamicCache, StaticCache
+    def _taken(self, key: tuple[int, int]) -> Any:
+        """Take a static cache out of the pool, or make one; ``key`` is its rows and its room."""
+        from transformers import StaticCache
+
+        cache = self._caches.pop(key, None)
+        if cache is None:
+            while len(self._caches) >= MOST_CACHES:
+                self._caches.popitem(last=False)
+            with torch.inference_mode(False):  # the next call may come without inference mode
+                cache = StaticCache(config=self._model.config, max_cache_len=key[1])
+        return cache
+
+    def _put_back(self, key: tuple[int, int], cache: Any) -> None:
+        self._caches[key] = cache
+        while len(self._caches) > MOST_CACHES:
+            self._caches.popitem(last=False)
+
+    def _fill(self, cache: Any, ids: torch.Tensor, mask: torch.Tensor, pad: int | None) -> None:
+        """Let a static cache hold all tokens of the prompts but the last."""
+        from transformers import DynamicCache
 
         grown: Any = DynamicCache(config=self._model.config)
         # `contiguous` keeps a single row as it lies, with the stride of the longer one.
@@ -120,14 +143,6 @@ class PooledGenerate:
         self._model.generate(
             rest, attention_mask=seen, **{cache_name(self._model): grown}, max_new_tokens=1, do_sample=False, pad_token_id=pad
         )  # fmt: skip
-        key = (int(ids.shape[0]), room)
-        cache: Any = self._caches.pop(key, None)
-        if cache is None:
-            while len(self._caches) >= MOST_CACHES:
-                self._caches.popitem(last=False)
-            with torch.inference_mode(False):  # the next call may come without inference mode
-                cache = StaticCache(config=self._model.config, max_cache_len=room)
-        self._caches[key] = cache
         tokens = int(ids.shape[1]) - 1
         with torch.no_grad():
             for layer, source in zip(cache.layers, grown.layers, strict=True):
@@ -138,7 +153,6 @@ class PooledGenerate:
                     ours[:, :, :tokens].copy_(theirs)
                     ours[:, :, tokens:].zero_()  # an earlier prompt may have left a NaN, which no mask hides
                 layer.cumulative_length.fill_(tokens)
-        return cache
 
 
 class _Settings:

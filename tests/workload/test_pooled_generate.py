@@ -204,6 +204,27 @@ def test_few_caches_are_kept_those_used_last():
     assert list(generate._caches) == [(3, 64), (2, 64)] and MOST_CACHES == 2
 
 
+class Asks(StoppingCriteria):
+    """Generates from another prompt in the middle of a call, as a judge of what was said so far does."""
+
+    def __init__(self, generate):
+        self.generate, self.answers = generate, []
+
+    def __call__(self, input_ids, scores, **_):
+        self.answers.append(self.generate(IDS + 50, max_new_tokens=4, pad_token_id=0))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_a_call_in_the_middle_of_another_has_a_cache_of_its_own(own):
+    expected, answer = (own.own(ids, max_new_tokens=4, pad_token_id=0) for ids in (IDS, IDS + 50))
+    generate = pooled(own)
+    asks = Asks(generate)
+    found = generate(IDS, max_new_tokens=4, pad_token_id=0, stopping_criteria=StoppingCriteriaList([asks]))
+    assert torch.equal(found, expected) and len(asks.answers) == 4
+    assert all(torch.equal(one, answer) for one in asks.answers)
+    assert list(generate._caches) == [(2, 64)]
+
+
 def test_a_nan_of_an_earlier_prompt_is_gone():
     model, _ = tiny.gpt2()
     generate = PooledGenerate(model, most_tokens=64)

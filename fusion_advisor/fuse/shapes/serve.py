@@ -26,6 +26,7 @@ from fusion_advisor.fuse.plan.size_ranges import CACHED
 from fusion_advisor.fuse.shapes.call_form import CallParts, Row, has_odd_strides, laid_out, odd_tensor, pattern_of, sizes_in
 from fusion_advisor.fuse.shapes.padding import PaddedCall, Padding
 from fusion_advisor.fuse.shapes.pieces import Box, Piece, Served, contains, hold_ones
+from fusion_advisor.fuse.shapes.size_values import compute_ahead
 from fusion_advisor.fuse.start.untraced_call import TracedAgain, UntracedCall
 from fusion_advisor.records import SizeRange
 
@@ -52,6 +53,7 @@ class ServedPiece:
         growing: symbols of the sizes that grow from call to call.
         cutter: lets parts of its calls run as CUDA graphs; None where none may.
         masks: places of inputs that are looked at: calls in which they hold ones alone may have graphs of their own.
+        symbols: returns the numbers that the symbols of its graph stand for, given the sizes of a call.
     """
 
     box: Box
@@ -69,6 +71,7 @@ class ServedPiece:
     growing: frozenset[Any] = frozenset()
     cutter: Cutter | None = None
     masks: tuple[int, ...] = ()
+    symbols: Callable[[Sizes], Mapping[Any, int]] | None = None
     _wrap: Wrap | None = None
     _shortcut: Shortcut | UntracedCall | None = None
     _traced_anew: int = 0
@@ -151,6 +154,8 @@ class ServedPiece:
         """Return what may be recorded for a shape: one for calls of it and for those that are rounded up to it."""
         if (key, module) not in self._graphed:
             assert self._wrap is not None
+            assert self.symbols is not None  # a piece that is called has a graph
+            compute_ahead(module, self.symbols(self._sizes(key)))
             self._graphed[key, module] = self._wrap(module, self.names)
         return self._graphed[key, module]
 
@@ -198,6 +203,7 @@ def serving(piece: Piece, points: Sequence[Served], padding: Padding | None = No
         points=tuple(points), names=region.names, code=region.code, holds=opened.holds if opened.guards else None,
         writes=writes_to_inputs(region), padding=padding, growing=opened.symbols_of(CACHED),
         masks=tuple(sorted({place for point in points for place in point.masks})),
+        symbols=opened.symbols,
     )  # fmt: skip
 
 

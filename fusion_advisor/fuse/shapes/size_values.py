@@ -8,7 +8,7 @@ no more than "causal" at a shape becomes the flag there: it is looked at, elemen
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,25 @@ MOST_HELD_BYTES = 256 << 20
 """Of one graph, over all shapes; a value of a shape that finds no room is computed in each call."""
 
 
+def _is_recording() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class SizeValues:
     """Computes values of sizes, and keeps them.
+
+    Args:
+        compute: makes the values of some sizes.
+        is_recording: whether the call is being recorded into a CUDA graph. Then nothing is kept: no replay has computed it yet,
+            and other graphs may share the memory that it lies in.
 
     Attributes:
         held_bytes: of what is kept.
         most_bytes: that are kept.
     """
 
-    def __init__(self, compute: GraphModule) -> None:
-        self._compute = compute
+    def __init__(self, compute: GraphModule, is_recording: Callable[[], bool] = _is_recording) -> None:
+        self._compute, self._is_recording = compute, is_recording
         self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
         self.held_bytes = 0
         self.most_bytes = MOST_HELD_BYTES
@@ -44,7 +53,7 @@ class SizeValues:
             with torch.no_grad():
                 found = tuple(self._compute(*sizes))
             needed = sum(value.untyped_storage().nbytes() for value in found)
-            if self.held_bytes + needed <= self.most_bytes:
+            if self.held_bytes + needed <= self.most_bytes and not self._is_recording():
                 self._known[sizes] = found
                 self.held_bytes += needed
         return found
@@ -81,6 +90,18 @@ def keep_size_values(module: GraphModule) -> int:
     graph.lint()
     module.recompile()
     return before - sum(node.op == "call_function" for node in graph.nodes)
+
+
+def compute_ahead(module: GraphModule, symbols: Mapping[Any, int]) -> None:
+    """Compute what follows from the sizes of a shape ahead of its first call: were that recorded, each replay would compute it.
+
+    Args:
+        module: a graph with open sizes.
+        symbols: the sizes that its symbols stand for.
+    """
+    for node in module.graph.nodes:
+        if isinstance(node.target, SizeValues):
+            node.target(*(symbolic_sizes.at_sizes(symbolic_sizes.expression_of(one.meta["val"]), symbols) for one in node.args))
 
 
 def flagged(module: GraphModule, sizes: Sequence[str], at: Sequence[int]) -> tuple[GraphModule, Callable[..., bool]] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from fusion_advisor.capture.graph.tracer import Route
-from fusion_advisor.fuse.direct.direct_call import Frame, unchanged_of
+from fusion_advisor.fuse.direct.direct_call import ChangesAlways, Frame, unchanged_of
 from fusion_advisor.fuse.direct.straight_code import Constants
 from fusion_advisor.fuse.direct.without_dynamo import UnchangedModel
 from fusion_advisor.fuse.start.call_tensors import sharing
@@ -64,6 +65,8 @@ class UntracedCall:
         why: why the last such call was none of ours.
         traced_again: how often that was.
         left: what is compared node by node at each call, because nothing else tells that it is as it was.
+        is_restless: of the last such call it is not known whether it was one: the model is changed too often to be read.
+        clock: returns seconds.
     """
 
     def __init__(self, model: torch.nn.Module, traced: Traced, route: Route) -> None:
@@ -72,7 +75,11 @@ class UntracedCall:
         self.otherwise: Callable[..., Any] | None = None
         self.why = ""
         self.traced_again = 0
+        self.is_restless = False
+        self.clock = time.perf_counter
         self._tries = self._runs = 0
+        self._rests_until = 0.0
+        self._was_same = False
         self._builtins = frozenset(traced.tree.builtins).difference(traced.frame.function.__globals__)
         self._is_unchanged: Callable[[], bool] | None = None
         self.left: list[tuple[Node, Any]] = []
@@ -110,7 +117,7 @@ class UntracedCall:
                 passed = [*leaves, *self._inside(bound, call, leaves, objects)]
             self._compare_sizes(passed)
         except Differs as difference:
-            self.why = str(difference)
+            self.why, self.is_restless = str(difference), isinstance(difference, _Restless)
             self.traced_again += 1
             if self.otherwise is None:
                 raise
@@ -207,18 +214,26 @@ class UntracedCall:
         Raises:
             Differs: something is not as it was.
         """
-        if self._tries >= _MOST_TRIES and self.why:
-            raise Differs(self.why)
+        began_s, is_often = self.clock(), self._tries >= _MOST_TRIES
+        if is_often and began_s < self._rests_until:
+            raise _Restless if self._was_same else Differs(self.why)
         if compiled_code.global_state() != self._began:
             raise Differs("torch's global state is another one")
-        self._is_unchanged = None
-        if self._tries >= _MOST_TRIES:
-            self.read(args, kwargs)
-            self.left = []
-            self._find_tensors()
-            self._state = compiled_code.global_state_check()
-            return
         self._tries += 1
+        self._was_same, self._is_unchanged = False, None
+        try:
+            if is_often:
+                self.read(args, kwargs)
+                self.left = []
+                self._find_tensors()
+                self._state = compiled_code.global_state_check()
+            else:
+                self._note(args, kwargs)
+            self._was_same = True
+        finally:
+            self._rests_until = self.clock() + _REST * (self.clock() - began_s)
+
+    def _note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         frame, tree = self._traced.frame, self._traced.tree
         variables, space = frame.variables(args, kwargs), frame.function.__globals__
         more: list[tuple[Node, Any]] = [(node, sys.modules.get(name)) for name, node in tree.modules.items()]
@@ -237,7 +252,7 @@ class UntracedCall:
         self.left = [(node.without(is_implied), value) for node, value in common]
         self._find_tensors()
         self._state = compiled_code.global_state_check()
-        self._is_unchanged, self._runs, self.why = unchanged.holds, 0, ""
+        self._is_unchanged, self._runs = unchanged.holds, 0
 
     def forget(self) -> None:
         """Hold nothing of the model any more, and begin anew."""
@@ -293,6 +308,13 @@ class UntracedCall:
         self._addresses = Addresses(self._tensors) if Addresses.are_read_at_once() else None
 
 
+class _Restless(Differs):
+    """The model is as it was, and was changed too often to be read after each change."""
+
+    def __init__(self) -> None:
+        super().__init__("the model is changed so often that reading it each time takes too long")
+
+
 class TracedAgain:
     """Makes calls where the model is no longer as it was: dynamo traces it.
 
@@ -310,7 +332,13 @@ class TracedAgain:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _leaves: Any = (), _objects: Any = ()) -> Any:
-        """Make a call."""
+        """Make a call.
+
+        Raises:
+            ChangesAlways: the model was changed too often, and not in what the trace had read: no trace would end that.
+        """
+        if self._untraced.is_restless:
+            raise ChangesAlways(self._untraced.why)
         self._on_trace(self._untraced.why)
         if self._compiled is None:
             self._compiled = dynamo.compiled_call(self._model, self._backend)
@@ -355,6 +383,8 @@ _WORTH_A_LOOK = 50
 """Calls after which a model that changed is read as often again."""
 _MOST_TRIES = 4
 """A model that changes at each call is read at each, and nothing noted: 2.4 ms for two layers of Qwen2, not 11 (an EPYC)."""
+_REST = 20
+"""Times as long as reading took the model is not read again, after those: a server may set an attribute for each request."""
 
 
 def _never() -> bool:

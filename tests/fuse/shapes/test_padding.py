@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fusion_advisor as fa
 from fusion_advisor.capture.graph.tracer import capture_regions
@@ -182,6 +185,56 @@ def test_tokens_that_look_ahead_are_not_padded_but_rows_are():
         )
 
 
+class Placed(Causal):
+    """Adds an embedding of each place: the places follow from the length alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = torch.nn.Embedding(64, 32)
+
+    def forward(self, input_ids):
+        hidden, keys = super().forward(input_ids)
+        return hidden + self.places(torch.arange(input_ids.shape[1], device=input_ids.device) + 0), keys
+
+
+class Made(TorchDispatchMode):
+    """Notes what ops make."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        self.tensors += [weakref.ref(one) for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        return result
+
+
+class Lasting(FakeRecorder):
+    """Counts the tensors that were made while a graph was recorded and are alive after it, its results left out."""
+
+    lasting = 0
+
+    def record(self, call):
+        with Made() as made:
+            play, result = super().record(call)
+        alive = [one() for one in made.tensors if one() is not None]
+        self.lasting += sum(1 for one in alive if all(one is not other for other in result))
+        return play, result
+
+
+@needs_compiler
+def test_what_follows_from_sizes_is_computed_ahead_of_recordings():
+    args, recorder = (torch.randint(0, 50, (3, 7)),), Lasting()
+    with torch.no_grad():
+        fused, _ = ranged(Placed, shapes="batch=2..16,seq=2..64", args=args, recorder=recorder)
+        for batch, seq in ((9, 33), (10, 34), (9, 37), (10, 34)):  # the second of 10 x 40, the last its own
+            ids = torch.randint(0, 50, (batch, seq))
+            torch.testing.assert_close(fused(ids), fused._original(ids), rtol=1e-4, atol=1e-5)
+        assert recorder.recorded == 2 and fused.graphs.padded == 2
+        assert recorder.lasting == 0
+
+
 @needs_compiler
 def test_no_padding_where_calls_are_no_graphs():
     with torch.no_grad():
@@ -207,7 +260,8 @@ def test_a_key_without_the_sizes_is_caught_by_what_the_graph_takes_for_granted(m
         (piece,) = [piece for piece in fused.shapes[0].pieces if piece.padding is not None]
         assert all(is_right(fused, rows) for rows in (33, 34, 35))
         before = recorder.replayed
-        monkeypatch.setitem(piece._graphed, (56,), piece._graphed[40,])
+        ((module, region),) = [(module, region) for (key, module), region in piece._graphed.items() if key == (40,)]
+        monkeypatch.setitem(piece._graphed, ((56,), module), region)
         assert is_right(fused, 52)  # the graph of 40 rows was recorded for another number
         assert recorder.replayed == before + 1 and recorder.recorded == 2
 

@@ -60,6 +60,16 @@ def test_a_mask_is_computed_once_for_each_shape():
     assert values.held_bytes == held == 25 + 81
 
 
+def test_nothing_is_kept_that_a_recording_makes():
+    _, module = graph_of(Attention())
+    keep_size_values(module)
+    (found,) = [node.target for node in module.graph.nodes if isinstance(node.target, SizeValues)]
+    recordings = iter([True, False])
+    values = SizeValues(found._compute, lambda: next(recordings))
+    assert torch.equal(*(values(9)[0] for _ in range(2)))
+    assert values.held_bytes == 81 and values(9)[0] is values(9)[0]
+
+
 def test_a_shape_without_room_computes_its_values_each_time():
     opened, module = graph_of(Attention())
     keep_size_values(module)

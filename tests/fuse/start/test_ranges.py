@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import warnings
@@ -269,6 +270,30 @@ def test_a_model_that_changes_is_served_right(name, has_run, folder):
             for x in inputs():
                 torch.testing.assert_close(loaded.model(x), own(loaded, x), rtol=1e-4, atol=1e-4)
         assert fused.fallbacks or fused.traced_because or name == "another parameter"
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_model_that_is_changed_for_each_request_is_never_traced(is_slow, folder):
+    loaded, before = a_net(), frames()
+
+    def assert_ranges_right():
+        for x in inputs()[1:]:  # the first is the example's
+            assert_close(loaded.model(x), own(loaded, x))
+
+    with torch.no_grad(), put_in(loaded, folder) as fused, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for piece in fused.shapes[0].pieces:
+            piece.untraced.clock = itertools.count().__next__ if is_slow else lambda: 0  # seconds to read a model
+        for request in range(8):
+            loaded.model.generation_config = [request]  # the trace had not read it
+            assert_ranges_right()
+        assert fused.traced_because == "" and frames() == before
+        assert [reason[:25] for reason in fused.fallbacks] == ["the model is changed so o"] * is_slow
+        for piece in fused.shapes[0].pieces:
+            piece.untraced.clock = lambda: 10**6
+        served = fused.launches
+        assert_ranges_right()
+        assert fused.launches > served and fused.traced_because == ""
 
 
 def test_values_of_a_buffer_that_change_are_read(folder):

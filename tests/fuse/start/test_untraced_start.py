@@ -68,24 +68,6 @@ def folder(tmp_path_factory):
     return found
 
 
-def test_a_model_that_changes_at_each_call_is_read_at_each(folder):
-    """``generate`` notes things on some models, and users do."""
-    loaded = a_network()
-    with torch.no_grad(), put_in(loaded, folder) as fused:
-        before, expected = frames(), loaded.model(*loaded.args)
-        for _ in range(60):
-            loaded.model.noted = object()
-            found = loaded.model(*loaded.args)
-            assert torch.equal(found["sum"], expected["sum"])
-        assert frames() == before and fused.traced_because == "" and fused.fallbacks == {}
-        for _ in range(6):  # and what it had read is still compared
-            loaded.model.noted = object()
-            loaded.model(*loaded.args)
-        loaded.model.config.factor = 3.0
-        assert_close(loaded.model(*loaded.args), own(loaded))
-        assert "factor" in fused.traced_because
-
-
 def own(loaded):
     """What the model itself returns."""
     with torch.no_grad():
