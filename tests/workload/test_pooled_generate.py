@@ -215,7 +215,8 @@ class Asks(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def test_a_call_in_the_middle_of_another_has_a_cache_of_its_own(own):
+def test_a_call_in_the_middle_of_another_has_a_cache_of_its_own():
+    own = Own(causal("llama"))
     expected, answer = (own.own(ids, max_new_tokens=4, pad_token_id=0) for ids in (IDS, IDS + 50))
     generate = pooled(own)
     asks = Asks(generate)
