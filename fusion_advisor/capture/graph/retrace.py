@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from fusion_advisor.capture.graph.functional_form import pad_by_numbers, put_num
 from fusion_advisor.capture.graph.fx_nodes import (
     drops_nothing,
     is_idle_dropout,
+    relative_path,
     source_of,
     storages,
     tensors_of,
@@ -161,3 +163,30 @@ def _change_no_layout_in_place(graph_module: GraphModule) -> None:
         if node.target in _LAYOUT_IN_PLACE and given.isdisjoint(storages(node)):
             node.target = _LAYOUT_IN_PLACE[node.target]
     graph_module.recompile()
+
+
+def tracing_cause(error: Exception) -> str:
+    """Say in one line why tracing a graph stopped, and at which op where the interpreter has noted it.
+
+    Args:
+        error: what stopped it.
+    """
+    text = str(error).strip() or type(error).__name__
+    if "Encountered a set_ on a graph input" in text:
+        return "its forward gives a parameter other memory (`p.data = …`): write the numbers in place (`p.data.copy_(…)`)"
+    at = re.search(r"While executing %(\w+)", text)
+    where = f" `{at[1]}`" if at else ""
+    return f"tracing{where} ended with {type(error).__name__}: {text.splitlines()[0]}"
+
+
+def dynamos_cause(text: str) -> str:
+    """Say in one line what dynamo says in twenty: its headline, its explanation, and the last line of the user's code.
+
+    Args:
+        text: of an error of dynamo's.
+    """
+    lines = [line.strip() for line in text.strip().splitlines()]
+    explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), "")
+    places = re.findall(r'File "([^"]+)", line (\d+), in', text.partition("from user code:")[2])
+    where = f" ({relative_path(places[-1][0])}:{places[-1][1]})" if places else ""
+    return f"{lines[0]}{': ' if explanation else ''}{explanation}{where}"

@@ -245,6 +245,11 @@ class Before:
         """Whether an attribute, or what a container holds, is another object than then."""
         return not all(_is_same(value, before) for value, before in (*self.spaces, *self.contents))
 
+    def has_drawn(self) -> bool:
+        """Whether a random generator has moved."""
+        moved = any(not torch.equal(generator.get_state(), state) for generator, state in self.generators)
+        return moved or (self.numbers is not None and not self.numbers.are_now())
+
     def restore(self) -> None:
         """Put all of it back; what is as it was is not touched."""
         for space, before in self.spaces:
@@ -281,6 +286,13 @@ class Numbers:
             python=random.getstate(),
             numpy=None if numpy is None else numpy.get_state(),
         )
+
+    def are_now(self) -> bool:
+        """Whether no generator has moved since."""
+        now = Numbers.now()
+        if len(self.cuda) != len(now.cuda) or (self.python, repr(self.numpy)) != (now.python, repr(now.numpy)):
+            return False
+        return all(map(torch.equal, (self.cpu, *self.cuda), (now.cpu, *now.cuda)))
 
     def restore(self) -> None:
         """Put it back."""

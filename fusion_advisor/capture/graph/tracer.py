@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ import torch
 from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.fx_nodes import relative_path, written_inputs
-from fusion_advisor.capture.graph.retrace import retrace
+from fusion_advisor.capture.graph.retrace import dynamos_cause, retrace, tracing_cause
 from fusion_advisor.capture.graph.side_effects import Written, arguments, written_by
 from fusion_advisor.errors import CannotCapture, NoSecondDerivative
 from fusion_advisor.records import GraphBreak
@@ -191,7 +190,7 @@ def capture_regions(
         live = captured()
     if not live.regions:
         own = next((one.reason for one in live.breaks if one.reason in (OWN_GRADIENTS, OWN_SIZES)), None)
-        raise CannotCapture(model_id=model_id, detail=own or _why_no_graph(live, lambda: original(*args, **kwargs)))
+        raise CannotCapture(model_id=model_id, detail=own or _why_no_graph(live, model, args, kwargs))
     known = _known_tensors(model, args, kwargs)
     for place, region in enumerate(live.regions):
         mine = [run.args for run in live.runs if run.place == place]
@@ -200,11 +199,23 @@ def capture_regions(
     return live
 
 
-def _why_no_graph(live: LiveCapture, call: Callable[[], Any]) -> str:
-    with torch.no_grad(), dispatcher.OpLog() as log:
-        call()
-    live.written.rewind()
-    return "dynamo ran it op by op; every frame was skipped or broke at its first op" if log.seen else "its call runs no op"
+def _why_no_graph(live: LiveCapture, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Say why dynamo has captured nothing; where a call may have no break, it names the op that makes one, and its line."""
+    cause = ""
+    with torch.no_grad():
+        with dispatcher.OpLog() as log:
+            module_call.original_call(model)(*args, **kwargs)
+        live.written.rewind()
+        if not log.seen:
+            return "its call runs no op"
+        if not dynamo.isolates():
+            dynamo.forget_graphs(model)  # it looks at no code again that it has skipped
+        try:
+            dynamo.compiled_call(model, "eager", fullgraph=True)(*args, **kwargs)
+        except RuntimeError as error:
+            cause = f": {dynamos_cause(str(error))}"
+        live.written.rewind()
+    return f"dynamo ran it op by op; every frame was skipped or broke at its first op{cause}"
 
 
 _DOUBLE_BACKWARD = (
@@ -323,9 +334,9 @@ def refusals_told(model_id: str) -> Iterator[None]:
     try:
         yield
     except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
-        raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
+        raise CannotCapture(model_id=model_id, detail=tracing_cause(error.inner_exception)) from error
     except torch._dynamo.exc.TorchDynamoException as error:
-        raise CannotCapture(model_id=model_id, detail=_dynamos_cause(str(error))) from error
+        raise CannotCapture(model_id=model_id, detail=dynamos_cause(str(error))) from error
     except RuntimeError as error:
         if not isinstance(error, NoSecondDerivative) and "does not currently support double backward" not in str(error):
             raise
@@ -348,25 +359,6 @@ def refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
         if dispatcher.sees_its_ops(type(tensor)):
             kind = f"a {type(tensor).__name__}, a tensor class that handles its ops by itself"
             raise CannotCapture(model_id=model_id, detail=f"`{name}` is {kind} (__torch_function__ or __torch_dispatch__)")
-
-
-def _cause(error: Exception) -> str:
-    """Say in one line why tracing a graph stopped, and at which op where the interpreter has noted it."""
-    text = str(error).strip() or type(error).__name__
-    if "Encountered a set_ on a graph input" in text:
-        return "its forward gives a parameter other memory (`p.data = …`): write the numbers in place (`p.data.copy_(…)`)"
-    at = re.search(r"While executing %(\w+)", text)
-    where = f" `{at[1]}`" if at else ""
-    return f"tracing{where} ended with {type(error).__name__}: {text.splitlines()[0]}"
-
-
-def _dynamos_cause(text: str) -> str:
-    """Say in one line what dynamo says in twenty: its headline, its explanation, and the last line of the user's code."""
-    lines = [line.strip() for line in text.strip().splitlines()]
-    explanation = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), "")
-    places = re.findall(r'File "([^"]+)", line (\d+), in', text.partition("from user code:")[2])
-    where = f" ({relative_path(places[-1][0])}:{places[-1][1]})" if places else ""
-    return f"{lines[0]}{': ' if explanation else ''}{explanation}{where}"
 
 
 def writes_to_inputs(region: Region) -> bool:

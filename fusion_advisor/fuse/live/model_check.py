@@ -1,6 +1,8 @@
 """Whole-model numerics: the fused model's outputs and eager's own, against a higher-precision copy of the original.
 
 Tensors that a call writes to (a KV cache, a count) are outputs like any other: the elements that changed are compared.
+
+A model that draws random numbers draws the same in each of the three runs.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture.graph.fx_nodes import draws_numbers
-from fusion_advisor.capture.graph.side_effects import Written, live_tensors
+from fusion_advisor.capture.graph.side_effects import Before, Written, live_tensors
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.cuda_graph.capturable import writes_of
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
-from fusion_advisor.runtime.torch_internals.dispatcher import StaysWide
+from fusion_advisor.runtime.torch_internals.dispatcher import Draw, DrawLog, DrawsAgain, StaysWide
 from fusion_advisor.verify.compare_models import check_model
 from fusion_advisor.verify.subgraph_oracle import wide_dtype, widened
 from fusion_advisor.verify.wide_copies import widened_copy, widened_leaf
@@ -63,15 +65,24 @@ def check_whole_model(
         RuntimeError: memory ran out in the copy's run on one of several ranks; the others wait in a collective then.
     """
     names = (*written.tensors, *written.made)
+    state = Before.of(loaded.model, loaded.args, loaded.kwargs)
+
+    def start() -> None:
+        written.restore()
+        state.restore_generators()  # with other random numbers no two runs could be compared
 
     def outcome(call: Callable[[], Any]) -> _Outcome:
-        written.restore()
+        start()
         return _Outcome.of(call(), live_tensors(loaded.model, loaded.args, loaded.kwargs), names)
 
     ours, theirs = outcome(fused), outcome(eager)
-    written.restore()
-    dtypes = {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()}
-    oracle, name = _oracle(loaded, dtypes, names, memory_bytes, worst)
+    share = worst or str
+    oracle, name = None, "eager"
+    drawn = _draws(outcome, eager, share) if share("it draws random numbers" if state.has_drawn() else "") else ()
+    if drawn is not None:
+        dtypes = {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()}
+        oracle, name = _oracle(loaded, dtypes, names, memory_bytes, worst, start=start, drawn=drawn)
+    start()
     if oracle is not None and [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
         oracle, name = None, "eager"  # a model that reads the bits of its floats has other shapes in another dtype
     truth = theirs if oracle is None else oracle
@@ -81,6 +92,19 @@ def check_whole_model(
     fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, truth))
     exact = {_COUNTS, *(title for title, tensor in ours.outputs if _is_counted(tensor))}
     return check_model(fused_rows, eager_rows, true_rows, name, tolerance=tolerance, exact=exact)
+
+
+def _draws(
+    outcome: Callable[[Callable[[], Any]], object], eager: Callable[[], Any], share: Callable[[str], str]
+) -> Sequence[Draw] | None:
+    """Run the original call once more and return its draws of random numbers; None where it cannot be watched."""
+    problem = ""
+    with DrawLog() as log:
+        try:
+            outcome(eager)
+        except RuntimeError as error:  # a model may compile a function of its own, which nothing does while ops are watched
+            problem = str(error) or type(error).__name__
+    return None if share(problem) else log.seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,15 +176,21 @@ def _oracle(
     names: Sequence[str],
     memory_bytes: Callable[[torch.device], tuple[int, int]],
     worst: Callable[[str], str] | None,
+    *,
+    start: Callable[[], object],
+    drawn: Sequence[Draw],
 ) -> tuple[_Outcome | None, str]:
+    """Run a copy of the model in a wider dtype; it draws the random numbers that the model draws."""
     wide = _wide(loaded, dtypes)
     device = torch.device(loaded.record.device)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     free, _ = memory_bytes(device)
     if parameters * torch.finfo(wide).bits / 8 * _HEADROOM > free:
         return None, "eager"
-    modes = (StaysWide(wide), nullcontext()) if worst is None else (nullcontext(),)  # ranks run the same ops or wait forever
+    as_written = _as_written(wide, drawn)
+    modes = (StaysWide(wide, drawn), as_written) if worst is None else (as_written,)  # ranks run the same ops or wait forever
     for mode in modes:
+        start()
         model, problem = None, ""
         try:
             model = widened_copy(loaded.model, wide)
@@ -181,6 +211,11 @@ def _oracle(
         if not (worst or str)(problem):
             return _Outcome.of(output, live_tensors(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"
     return None, "eager"
+
+
+def _as_written(wide: torch.dtype, drawn: Sequence[Draw]) -> AbstractContextManager[object]:
+    """Return a context in which ops run in the dtypes that they are given, but draw the model's random numbers."""
+    return DrawsAgain(wide, drawn) if drawn else nullcontext()
 
 
 def _wide(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -230,11 +265,15 @@ def check_region(region: Region, fused: Callable[..., Any], *, was_passed: bool 
 
     if was_passed and (found := against(theirs, "eager")).is_passed:
         return found
+    drawn: Sequence[Draw] = ()
     if any(draws_numbers(node) for node in region.graph.graph.nodes):
-        return against(theirs, "eager")
+        with DrawLog() as log:
+            _region_outcome(region.original.forward, region, slots)
+        drawn = log.seen
     wide = _wide_of(region.example_args, {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()})
     try:
-        oracle = _region_outcome(Wide(region.graph, wide).run, region, slots, wide)
+        with _as_written(wide, drawn):
+            oracle = _region_outcome(Wide(region.graph, wide).run, region, slots, wide)
     except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
         return against(theirs, "eager")
     if [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:

@@ -7,12 +7,12 @@ output are used for ours, and the graph's results are compared with theirs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fusion_advisor.capture.graph.side_effects import Written, written_by
+from fusion_advisor.capture.graph.side_effects import Numbers, Written, written_by
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, Route, Run, refuse_own_ops
 from fusion_advisor.capture.sizes.open_capture import Sizes
 from fusion_advisor.export.copied import model_facts
@@ -44,16 +44,19 @@ class Started:
     def __init__(self, live: LiveCapture, expected: dict[int, torch.Tensor]) -> None:
         self.live = live
         self._expected = expected
+        self._numbers = Numbers.now()  # as the model's own ops found them
 
-    def compare(self, results: Any) -> None:
-        """Compare what the graph returned with what the model's own ops returned, and forget the latter.
+    def compare(self, run: Callable[[], Any]) -> None:
+        """Compare what the graph returns with what the model's own ops returned, and forget the latter.
 
         Args:
-            results: of the graph, op by op.
+            run: runs the graph, op by op; it is to draw the random numbers that the model's own ops drew.
 
         Raises:
             Differs: they are too far apart.
         """
+        self._numbers.restore()
+        results = run()
         found = results if isinstance(results, tuple | list) else [results]
         expected, self._expected = self._expected, {}
         problem = furthest([found[number] for number in expected], list(expected.values()))
@@ -164,13 +167,15 @@ def _own_ops(
     """
     outputs: list[Any] = []
     set_to: dict[Place, Any] = {}
-    original, state = module_call.original_call(model), ObjectState.of(args, kwargs, given)
+    original, state, numbers = module_call.original_call(model), ObjectState.of(args, kwargs, given), Numbers.now()
 
     def call() -> None:
+        numbers.restore()
         outputs[:] = [original(*args, **kwargs)]
         set_to.update(state.changes())
 
     written = written_by(call, model, args, kwargs, model_id=model_id)
+    numbers.restore()
     changed = lasting_change(written) or untold_change(written, places)
     if changed:
         raise Differs(changed)

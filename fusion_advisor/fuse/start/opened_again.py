@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from fusion_advisor.capture.graph.fx_nodes import draws_numbers
+from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.capture.sizes.open_capture import Dims, OpenCapture, Sizes
 from fusion_advisor.fuse.start.call_tensors import given_by
 from fusion_advisor.fuse.start.guard_tree import Differs
@@ -70,7 +72,9 @@ def _compare(model: torch.nn.Module, opened: OpenCapture, at: CallAt, sizes: Siz
         return form_of(output, lambda tensor: {"input": known.get(id(tensor), "made")}, objects)
 
     places = [(path, name) for path, name, _ in row["sets"]]
-    if sizes == opened.sizes and not opened.live.written.tensors and not places:
+    route, graph = opened.region.route, opened.region.graph
+    numbers = Numbers.now()
+    if sizes == opened.sizes and not (opened.live.written.tensors or places or any(map(draws_numbers, graph.graph.nodes))):
         (args, kwargs), expected = opened.call, [opened.live.output]  # these ops have run already
     else:
         args, kwargs = at(sizes)
@@ -81,8 +85,8 @@ def _compare(model: torch.nn.Module, opened: OpenCapture, at: CallAt, sizes: Siz
     args, kwargs = at(sizes)
     given = given_by(args, kwargs)
     state = ObjectState.of(args, kwargs, given)
-    route, graph = opened.region.route, opened.region.graph
     assert route is not None
+    numbers.restore()  # the graph is to draw what the model's own ops drew
     route.forward = _Measured(graph, opened.symbols(sizes)).run
     try:
         output = opened.live.untraced(args, kwargs, list(given.leaves.values()))

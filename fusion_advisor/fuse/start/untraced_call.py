@@ -231,7 +231,8 @@ class UntracedCall:
                 self._note(args, kwargs)
             self._was_same = True
         finally:
-            self._rests_until = self.clock() + _REST * (self.clock() - began_s)
+            if is_often:
+                self._rests_until = self.clock() + _REST * (self.clock() - began_s)
 
     def _note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         frame, tree = self._traced.frame, self._traced.tree

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -252,29 +254,121 @@ class OpLog(_Uncompiled):
         return result
 
 
-class StaysWide(_Uncompiled):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A call of an op that may draw random numbers.
+
+    Attributes:
+        op: the op.
+        dtypes: of the tensors that it was given, and those that it was given by name, in their order.
+        has_drawn: whether a generator moved: attention with a dropout of 0 draws nothing.
+    """
+
+    op: Any
+    dtypes: tuple[torch.dtype, ...]
+    has_drawn: bool
+
+
+class DrawLog(_Uncompiled):
+    """Notes the calls of random ops, so that a copy in another dtype can draw the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Draw] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        named = kwargs or {}
+        if not _is_random(func):
+            return func(*args, **named)
+        leaves = pytree.arg_tree_leaves(*args, **named)
+        generators = [one for one in leaves if isinstance(one, torch.Generator)]
+        before = _random_states(generators)
+        typed = [one for one in leaves if isinstance(one, torch.Tensor | torch.dtype)]
+        dtypes = tuple(one.dtype if isinstance(one, torch.Tensor) else one for one in typed)
+        result = func(*args, **named)
+        has_drawn = not all(map(torch.equal, before, _random_states(generators)))
+        self.seen.append(Draw(op=func, dtypes=dtypes, has_drawn=has_drawn))
+        return result
+
+
+class DrawsAgain(_Uncompiled):
+    """Lets a wider copy of a model draw the numbers that the model draws: those of another dtype are others.
+
+    A random op is given tensors of the model's dtypes, and its results are widened.
+    """
+
+    def __init__(self, wide: torch.dtype, drawn: Sequence[Draw] = ()) -> None:
+        """Take the dtype of the copy, float32 or float64, and the draws of a call of the model."""
+        super().__init__()
+        self._wide = wide
+        self._narrow = {torch.float16, torch.bfloat16, *({torch.float32} if wide == torch.float64 else ())}
+        self._left = deque(drawn)
+        self._is_noted = bool(drawn)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        named = kwargs or {}
+        if self._is_noted and _is_random(func):
+            draw = self._left.popleft() if self._left else None
+            if draw is None or draw.op is not func:
+                raise RuntimeError(f"the wider copy calls {func} where the model calls {draw.op if draw else 'no random op'}")
+            if draw.has_drawn:
+                return self._draw_again(draw, args, named)
+        return self._run(func, args, named)
+
+    def _run(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return func(*args, **named)
+
+    def _draw_again(self, draw: Draw, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        dtypes = iter(draw.dtypes)
+        narrowed: dict[int, torch.Tensor] = {}
+
+        def narrow(one: Any) -> Any:
+            if isinstance(one, torch.Tensor):
+                return narrowed.setdefault(id(one), one.to(next(dtypes)))
+            return next(dtypes)
+
+        fewer, fewer_named = pytree.tree_map_only((torch.Tensor, torch.dtype), narrow, (args, named))
+        result = draw.op(*fewer, **fewer_named)
+        if draw.op is torch.ops.aten.native_dropout.default:  # what it keeps is as exact as it was
+            value, p, mask = args[0], float(args[1]), result[1]
+            return value * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+        arguments = draw.op._schema.arguments
+        given = [*zip((one.name for one in arguments), args, strict=False), *named.items()]
+        written = {one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write}
+        own = {}
+        for _, value in (pair for pair in given if pair[0] in written):
+            own[id(narrowed[id(value)])] = value.copy_(narrowed[id(value)])
+        return pytree.tree_map_only(torch.Tensor, lambda one: own[id(one)] if id(one) in own else self._widened(one), result)
+
+    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._wide) if tensor.dtype in self._narrow else tensor
+
+
+class StaysWide(DrawsAgain):
     """Runs a copy of a model in a wider dtype than its code names: casts of floats to a narrower one give the wide one.
 
     So do autocast's casts, and tensors that are made in a narrower dtype. Without it a weight in fp64 meets an activation in
     fp32, which no matrix multiplication takes, or a result is no more precise than eager's.
     """
 
-    def __init__(self, wide: torch.dtype) -> None:
-        """Take the dtype of the copy: float32 or float64."""
-        super().__init__()
-        self._wide = wide
-        narrow = {torch.float16, torch.bfloat16, torch.float32}
-        self._narrow = narrow if wide == torch.float64 else narrow - {torch.float32}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        named = kwargs or {}
+    def _run(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         is_of_tensors = any(isinstance(one, torch.Tensor) for one in pytree.arg_tree_leaves(*args, **named))
         if is_of_tensors and named.get("dtype") in self._narrow:
             named = {**named, "dtype": self._wide}
         result = func(*args, **named)
-        if not is_of_tensors and isinstance(result, torch.Tensor) and result.dtype in self._narrow:
-            return result.to(self._wide)  # made as eager makes it: random numbers are others in another dtype
+        if not is_of_tensors and isinstance(result, torch.Tensor):
+            return self._widened(result)  # made as eager makes it: random numbers are others in another dtype
         return result
+
+
+def _is_random(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+def _random_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """Return the states of some generators, and of torch's own on each device in use."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *devices, *(one.get_state() for one in generators)]
 
 
 def forget_ops(library: torch.library.Library) -> None:

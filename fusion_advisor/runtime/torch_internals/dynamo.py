@@ -221,7 +221,9 @@ def known_tensors() -> MutableMapping[Any, Any]:
     return {} if context is None else context.tensor_to_context
 
 
-def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *, mode: str | None = None) -> Callable[..., Any]:
+def compiled_call(
+    module: torch.nn.Module, backend: Callable[..., Any] | str, *, mode: str | None = None, fullgraph: bool = False
+) -> Callable[..., Any]:
     """Return the module's own call as dynamo runs it with ``backend``, in a mode of torch.compile's where one is given.
 
     The graphs are isolated from all other compiled code (where torch can do that), so neither earlier captures nor other fused
@@ -237,7 +239,7 @@ def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *,
         call = torch._dynamo.external_utils.wrap_inline(call)
     isolated: dict[str, Any] = {"isolate_recompiles": True} if isolates() else {}
     given = backend if isinstance(backend, str) else _weakly(backend)
-    compiled: Any = torch.compile(call, backend=given, mode=mode, dynamic=False, **isolated)
+    compiled: Any = torch.compile(call, backend=given, mode=mode, fullgraph=fullgraph, dynamic=False, **isolated)
     compiled.fusion_advisor_backend = backend
     return cast(Callable[..., Any], compiled)
 

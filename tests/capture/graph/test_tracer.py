@@ -172,6 +172,24 @@ def test_a_model_that_dynamo_skips_is_refused_by_name():
         capture_regions(Skipped(), (torch.randn(3),), {}, model_id="mymodel")
 
 
+class StopsEarly(torch.nn.Module):
+    """A loop that ends where its values say so: dynamo follows no loop with a break in it."""
+
+    def forward(self, x):
+        for _ in range(4):
+            x = torch.tanh(x) * 2
+            if x.sum().item() > 100:
+                break
+        return x
+
+
+def test_an_op_that_no_loop_may_hold_is_named_with_its_line():
+    model, x = StopsEarly(), torch.randn(3)
+    with pytest.raises(CannotCapture, match=r"op by op.*first op: .+ \(tests/capture/graph/test_tracer\.py:\d+\)"):
+        capture_regions(model, (x,), {})
+    assert torch.equal(model(x), torch.tanh(2 * torch.tanh(2 * torch.tanh(2 * torch.tanh(x)))) * 2)
+
+
 @pytest.mark.parametrize("model", [torch.nn.Identity(), torch.nn.Sequential()])
 def test_a_call_without_an_op_is_told_from_one_that_dynamo_does_not_follow(model):
     with pytest.raises(CannotCapture, match=r"(?m)`model` could not be captured: its call runs no op$"):

@@ -135,6 +135,31 @@ class Alike(WallTimer):
         return 1000
 
 
+class Sampling(torch.nn.Module):
+    """Draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        """Run it."""
+        return torch.nn.functional.gelu(self.lin(x)) * 2.0 + torch.randn_like(x)
+
+
+def test_a_model_that_draws_random_numbers_serves_ranges_without_a_trace(tmp_path):
+    model, args = network.made(Sampling, length=16)
+    fa.apply(model, args, shapes=DIMS, keep="verified", compile=False, run_dir=tmp_path).revert()
+    loaded, before = describe_live(*network.made(Sampling, length=16)), frames()
+    with torch.no_grad(), put_in(loaded, tmp_path) as fused:
+        for x in inputs():
+            state = torch.get_rng_state()
+            found = fused(x)
+            torch.set_rng_state(state)
+            torch.testing.assert_close(found, own(loaded, x))
+        assert fused.traced_because == "" and fused.fallbacks == {} and frames() == before
+
+
 def test_copies_to_another_layout_are_put_in_again(tmp_path):
     x = torch.randn(5, 7, 1024)
     options = replace(options_in(tmp_path), shapes=read_shapes("batch=2..9"), keep="verified")

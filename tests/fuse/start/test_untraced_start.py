@@ -687,6 +687,33 @@ def test_a_call_that_changes_python_is_traced(tmp_path):
         assert len(SEEN) == count + 1
 
 
+class Sampling(torch.nn.Module):
+    """Draws random numbers, and writes to a buffer, so that its own ops run twice when it is watched."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(64, 64)
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x):
+        u = torch.nn.functional.gelu(self.lin(x)) * 2.0
+        self.mean.mul_(0.5).add_(u.mean((0, 1)))
+        return u + torch.randn_like(u) + torch.nn.functional.dropout(x, 0.5)
+
+
+def test_a_model_that_draws_random_numbers_starts_without_a_trace(tmp_path):
+    torch.manual_seed(0)
+    loaded = describe_live(Sampling().eval(), (torch.randn(2, 48, 64),))
+    assert run_of(loaded, options_in(tmp_path / "run")) == ""
+    state = torch.get_rng_state()
+    with torch.no_grad(), put_in(loaded, tmp_path / "run") as fused:
+        assert fused.traced_because == "" and torch.equal(torch.get_rng_state(), state)
+        found = loaded.model(*loaded.args)
+        loaded.model.mean.zero_()
+        torch.set_rng_state(state)
+        torch.testing.assert_close(found, own(loaded))
+
+
 class Registered(torch.nn.Module):
     """A layer whose class is looked up in a table, as transformers does to note what its layers return."""
 

@@ -178,6 +178,43 @@ def test_casts_to_a_narrower_dtype_stay_wide():
         assert x.float().bfloat16().dtype == torch.float32 and x.double().dtype == torch.float64
 
 
+@pytest.mark.parametrize("mode", [dispatcher.DrawsAgain, dispatcher.StaysWide])
+def test_a_wide_copy_draws_the_numbers_of_the_narrow_model(mode):
+    def drawn(x, values):
+        values.exponential_()
+        yield from (values, torch.randn(40), torch.rand_like(x, dtype=torch.float16), torch.normal(x, x.abs()))
+        yield from (
+            x.sigmoid().bernoulli(),
+            torch.multinomial(x.abs(), 3),
+            torch.randperm(9),
+            torch.ops.aten.native_dropout(x, 0.5, True)[0],
+        )
+        yield torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 4, 10)] * 3)
+
+    x = torch.randn(4, 10, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    with dispatcher.DrawLog() as log:
+        narrow = list(drawn(x, torch.empty_like(x)))
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    with mode(torch.float64, log.seen):
+        wide = list(drawn(x.double(), torch.empty_like(x.double())))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert {one.dtype for one in wide} == {torch.float64, torch.int64}
+    for one, other in zip(narrow, wide, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-6, atol=1e-7)
+    exact = torch.nn.functional.scaled_dot_product_attention(*[x.double().view(1, 1, 4, 10)] * 3)
+    assert torch.equal(wide[-1], exact)  # no dropout: it draws nothing, and runs wide
+
+
+def test_a_copy_that_draws_otherwise_raises():
+    with dispatcher.DrawLog() as log:
+        torch.rand(3)
+    for call in (lambda: torch.randn(3), lambda: [torch.rand(3) for _ in range(2)]):
+        with pytest.raises(RuntimeError, match="wider copy"), dispatcher.DrawsAgain(torch.float64, log.seen):
+            call()
+
+
 def test_autocast_casts_nothing_of_a_wide_copy():
     layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     with torch.no_grad(), dispatcher.StaysWide(torch.float32), torch.autocast("cpu", torch.bfloat16):
