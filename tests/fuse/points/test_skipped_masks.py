@@ -11,8 +11,10 @@ from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
+from fusion_advisor.fuse.points.first_use import may_stay, time_of_a_look
 from fusion_advisor.fuse.restore_shapes import restore_shapes
 from fusion_advisor.fuse.shapes.pieces import hold_ones
+from fusion_advisor.timing.wall_timer import as_timing
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.tiny import qwen2
@@ -133,3 +135,25 @@ def test_ones_are_ones():
     whole = torch.ones(2, 3, dtype=torch.long)
     assert hold_ones([None, whole, whole.bool()], (1, 2)) and hold_ones([], ())
     assert not hold_ones([whole * 2], (0,)) and not hold_ones([whole, whole.triu()], (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("after_ns", "look_ns", "of_generate", "of_others"),
+    [
+        (900, 50, True, True),
+        (900, 100, True, False),
+        (1000, 50, True, False),
+        (1040, 50, True, False),
+        (1080, 50, False, False),
+        (1005, None, True, True),
+        (1100, None, False, False),
+    ],
+)
+def test_a_look_in_vain_costs_others_nothing_that_these_calls_do_not_gain(after_ns, look_ns, of_generate, of_others):
+    before, after = (as_timing(range(ns - 10, ns + 11), "wall") for ns in (1000, after_ns))
+    assert may_stay(before, after, look_ns, is_of_generate=True) == of_generate
+    assert may_stay(before, after, look_ns, is_of_generate=False) == of_others
+
+
+def test_a_look_takes_time():
+    assert 0 < time_of_a_look([torch.ones(64, 64, dtype=torch.long)], (0,)) < 10**8
