@@ -133,7 +133,7 @@ def test_how_long_and_how_often_to_measure(run: Run, fake: Core) -> None:
     assert [(options.min_time_s, options.steps) for options in fake.options[2:]] == [(5e-05, 1), (5e-05, 1)]
     for wrong in ("soon", "-1", "nan", "inf", "2h", "3601"):
         ran = run("profile", "org/m", "--min-time", wrong)
-        assert (ran.code, "write 2s or 500ms" in ran.err) == (2, True)
+        assert (ran.code, "write --min-time 2s or 500ms" in ran.err) == (2, True)
     assert run("profile", "org/m", "--steps", "0").code == 2
 
 

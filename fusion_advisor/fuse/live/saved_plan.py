@@ -114,7 +114,7 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
 
 
 def _load(folder: Path) -> SavedPlan:
-    if not (folder / "capture.json.gz").is_file():
+    if not (folder / "capture.json.gz").exists():  # what is there and no file is refused by whoever reads it
         raise NoPlan(folder=folder)
     capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
     if report.training is not None:
