@@ -37,8 +37,8 @@ from fusion_advisor.runtime.gc_pause import collector_paused
 COMMUNICATION = "communication"
 LEAST_SHARE = 0.001
 """Chains with a smaller share of a trace's busy time are left out of its part."""
-REACHED_SHARE = (0.80, 0.95)
-"""Share of the memory limit that library kernels reach: 10th percentile and median of the 227 rows of
+REACHED_SHARE = (0.78, 0.94)
+"""Share of the memory limit that library kernels reach: 10th percentile and median of the 234 rows of
 ``reports/examples/kernels-h200/bench.json`` that move a MB or more. The upper bound takes the limit itself."""
 _BUG = "bug"
 _BLOCK = 1 << 20
