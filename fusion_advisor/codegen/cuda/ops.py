@@ -147,7 +147,7 @@ class CudaWriter(Writer):
             return "true" if constant else "false"
         if value.dtype == "int64":
             whole = int(constant or 0)
-            if whole == -(2**63):  # its digits alone are an unsigned number, and so would be compared what stands beside it
+            if whole == -(2**63):  # C++ reads 2**63 as unsigned, and compares unsigned then
                 return "(long long)(1ULL << 63)"
             return str(whole) if abs(whole) < 2**31 else f"{whole}LL"
         number, suffix = float(0.0 if constant is None else constant), "f" if value.dtype == "float32" else ""

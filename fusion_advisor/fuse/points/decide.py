@@ -293,7 +293,7 @@ def module_at(workpiece: Workpiece, served: Served, given: Sequence[Any] = ()) -
     Args:
         workpiece: the piece.
         served: what runs near the point.
-        given: what it is called with; without that the graph that serves any masks.
+        given: what it is called with; empty: the graph that serves any masks is meant.
     """
     point = tuple(served.sizes[name] for name in workpiece.names)
     return served.graph_for(point, given) if given else served.graph_at(point)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from fusion_advisor.capture.graph.fx_nodes import ATTENTION, attention_argument
 from fusion_advisor.capture.sizes.open_capture import Sizes
@@ -59,7 +59,6 @@ def without_masks(work: Workpiece, served: Served) -> Served | None:
     masked = masked_calls(region.graph.graph) if masks and served.module is not None else {}
     meanings = meanings_with_ones(masked, masks, work.opened.names)
     said = {call.name: meaning for call, meaning in meanings.items()}
-    read = _read_by([mask for call, mask in masked.items() if call in meanings])
     if served.module is None or not said:
         return None
     copied = fx_trace.copied_graph(served.module)
@@ -71,19 +70,7 @@ def without_masks(work: Workpiece, served: Served) -> Served | None:
         return None
     copied.graph.eliminate_dead_code()
     copied.recompile()
-    return replace(served, unmasked=copied, masks=tuple(place for mask, place in masks.items() if mask in read))
-
-
-def _read_by(nodes: Collection[Node]) -> set[Node]:
-    """Return all that some nodes follow from."""
-    found: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
+    return replace(served, unmasked=copied, masks=tuple(masks.values()))
 
 
 def flashed(work: Workpiece, served: Served, flash: PutFlash = use_flash) -> Served | None:

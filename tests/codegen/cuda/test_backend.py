@@ -192,7 +192,7 @@ def test_a_float_as_a_narrow_integer_keeps_all_digits(monkeypatch, tmp_path):
 
 @pytest.mark.nvrtc
 def test_the_lowest_integer_is_compared_as_a_signed_one():
-    """nvcc took the digits of 2^63 for an unsigned number, and so compared what stood beside them: 5 was no more than -2^63."""
+    """nvcc read 2^63 as unsigned and compared unsigned: 5 was not more than -2^63."""
     source = render(lower_function(lambda x: x > -(2**63), torch.arange(8))[0].program).source
     assert "(long long)(1ULL << 63)" in source and "9223372036854775808" not in source
 

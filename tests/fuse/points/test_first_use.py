@@ -32,7 +32,7 @@ ON_ANY = functools.partial(use_flash, kernel_of=cudnn, flash=ON_CPU)
 
 
 class Causal(torch.nn.Module):
-    """Causal attention whose mask is made of the length, behind a gate that one kernel computes."""
+    """A gate, which one kernel computes, and then causal attention. Its mask follows from the length."""
 
     def forward(self, hidden_states):
         x = functional.silu(hidden_states) * 1.5
