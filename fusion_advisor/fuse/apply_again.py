@@ -143,6 +143,7 @@ def _installed(
     )  # fmt: skip
     report = replace(
         old, run_id=options.run_id, config_hash=options.config_hash, command=options.command, workload=loaded.record,
+        folder=str(options.run_dir or ""),
         environment=memory.environment, after=None, baselines=(), model_check=None, gates=(), warnings=(),
         baseline=options.baseline, remembered_from=old.remembered_from or old.run_id or "an earlier run",
     )  # fmt: skip

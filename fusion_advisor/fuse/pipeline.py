@@ -357,6 +357,7 @@ def _report(
     )
     return Report(
         run_id=options.run_id,
+        folder=str(options.run_dir or ""),
         config_hash=options.config_hash,
         status=status,
         command=options.command,

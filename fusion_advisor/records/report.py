@@ -90,6 +90,8 @@ class Report:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     """How it was measured, in sentences."""
+    folder: str = ""
+    """Directory that holds the run, as it was named. Empty in older reports, and where a program kept none."""
 
     def __repr__(self) -> str:
         """One line: the whole holds every raw time."""

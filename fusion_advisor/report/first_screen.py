@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from dataclasses import dataclass
 
 from fusion_advisor import units
@@ -144,7 +146,7 @@ def next_step(report: Report) -> NextStep | None:
     if report.training is not None:
         code = f'import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, phase="train"{_training_options(report.command)})'
         return NextStep("Fuse the training step in your program; its kernels are built, checked and timed there again:", code)
-    place = f'"{_PLACE}{visible(report.run_id, 60)}"' if report.run_id else "run_dir"
+    place = json.dumps(folder, ensure_ascii=False) if (folder := _folder(report)) else "run_dir"
     code = f"{_setup(report)}fused = fa.apply(model, inputs, plan=fa.load_plan({place}))"
     return NextStep("Install these kernels in your program; they are built and checked again, not timed:", code)
 
@@ -155,6 +157,12 @@ def _setup(report: Report) -> str:
     needs_layout = any(row.id in NEED_LAYOUT and not row.held_bytes for row in kept)
     lay_out = "fa.lay_out_weights(model)  # side by side, as this run had them\n" if needs_layout else ""
     return f"import fusion_advisor as fa\n\n{lay_out}"
+
+
+def _folder(report: Report) -> str:
+    """Return the directory that holds the run; empty where a program made it and kept none."""
+    default = f"{_PLACE}{report.run_id}" if report.command and report.run_id else ""
+    return visible(report.folder or default, 400)
 
 
 def _training_options(command: str) -> str:
@@ -174,7 +182,7 @@ def next_steps(report: Report) -> tuple[NextStep, ...]:
     if first is None:
         return ()
     has_kernels = any(row.chain_id and row.status is Status.KEPT for row in report.fusions)
-    if "fa.load_plan" not in first.code or not has_kernels or not report.run_id or report.ranks is not None:
+    if "fa.load_plan" not in first.code or not has_kernels or not _folder(report) or report.ranks is not None:
         return (first,)
-    code = f"fusion-advisor export {_PLACE}{visible(report.run_id, 60)} --to fused_kernels"
+    code = f"fusion-advisor export {shlex.quote(_folder(report))} --to fused_kernels"
     return first, NextStep(_SHIP, code)

@@ -41,6 +41,7 @@ def redact(report: Report, parts: tuple[str, ...]) -> Report:
         report = replace(report, environment=_device_only(report.environment))
     if "paths" in parts:
         report = _each_text(report, _Labels(_known_paths(report)))
+        report = replace(report, folder="<folder>" if report.folder else "")
     left_out = ", ".join(_IN_WORDS[part] for part in PARTS if part in parts)
     return replace(report, notes=(*report.notes, f"Left out of this copy: {left_out}.")) if left_out else report
 

@@ -126,6 +126,14 @@ def test_kernels_that_can_be_installed_can_be_shipped_too() -> None:
     assert first_screen.next_steps(replace(report, run_id=""))[1:] == ()
 
 
+def test_commands_name_the_folder_that_holds_the_run() -> None:
+    install, ship = first_screen.next_steps(replace(applied(), folder='my runs/"a"'))
+    assert 'fa.load_plan("my runs/\\"a\\"")' in install.code
+    assert ship.code == "fusion-advisor export 'my runs/\"a\"' --to fused_kernels"
+    kept_nowhere = first_screen.next_steps(replace(applied(), command=""))
+    assert len(kept_nowhere) == 1 and "fa.load_plan(run_dir)" in kept_nowhere[0].code
+
+
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [

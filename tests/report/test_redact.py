@@ -27,6 +27,7 @@ def with_paths() -> Report:
     return replace(
         report,
         command=f"fusion-advisor apply {SECRET}:make --kernels {PLACES[0]}",
+        folder="ada-runs/secret project",
         workload=replace(report.workload, model_id=f"{PLACES[3]}"),
         chains=(replace(report.chains[0], sites=sites), *report.chains[1:]),
         quality=replace(report.quality, warnings=(said,), graph_breaks=(GraphBreak(reason=said, source=f"{SECRET}:7"),)),

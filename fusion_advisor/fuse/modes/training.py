@@ -193,6 +193,7 @@ def first_report(capture: Capture, measured: Measured, options: ProfileOptions, 
     before = step_profile.step_profile("eager", measured.traced.launches, wall=measured.wall)
     return Report(
         run_id=options.run_id,
+        folder=str(options.run_dir or ""),
         config_hash=options.config_hash,
         status="profiled",
         command=options.command,
