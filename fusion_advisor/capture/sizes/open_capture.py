@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -75,6 +76,10 @@ class OpenCapture:
         """Return the size of each of dynamo's symbols."""
         return {symbol: dim_size(name, sizes) for symbol, name in self.names.items()}
 
+    def dims_of_symbols(self) -> dict[Any, Any]:
+        """Return each of dynamo's symbols as an expression of dims: tensors may each have a symbol for one dim."""
+        return {symbol: dim_expression(name) for symbol, name in self.names.items()}
+
     def symbols_of(self, name: str) -> frozenset[Any]:
         """Return the symbols of the sizes that a dim is, or that are counted from it."""
         return frozenset(symbol for symbol, dim in self.names.items() if base_of(dim) == name)
@@ -134,6 +139,12 @@ def dim_size(name: str, sizes: Sizes) -> int:
     """Return the size of a dim, ``cached+1`` among them."""
     base, _, more = name.partition("+")
     return sizes[base] + int(more or 0)
+
+
+def dim_expression(name: str) -> Any:
+    """Return the size of a dim as an expression, in which all that are counted from one dim have its one symbol."""
+    _, _, more = name.partition("+")
+    return sympy.Symbol(base_of(name), positive=True, integer=True) + int(more or 0)
 
 
 def _hold(guards: Sequence[Any], symbols: Mapping[Any, int]) -> bool:

@@ -12,13 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
 from fusion_advisor.capture.graph.fx_nodes import attention_argument
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.capture.sizes.open_capture import base_of
 from fusion_advisor.fuse.rewrite.record import PointRewrite
 from fusion_advisor.runtime.torch_internals import symbolic_sizes
 
@@ -89,15 +87,15 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
 
 
-def meanings_with_ones(masked: Mapping[Node, Node], ones: Collection[Node], names: Mapping[Any, str]) -> dict[Node, str]:
+def meanings_with_ones(masked: Mapping[Node, Node], ones: Collection[Node], dims: Mapping[Any, Any]) -> dict[Node, str]:
     """Return the attention calls whose mask says no more than a flag where some inputs hold ones: ``causal``, ``all true``.
 
     Args:
         masked: attention calls of a graph, each with its mask.
         ones: inputs.
-        names: the dim that each symbol is the size of.
+        dims: each symbol as an expression of dims.
     """
-    followed = _Followed(ones, names)
+    followed = _Followed(ones, dims)
     found = {}
     for call, mask in masked.items():
         known = followed.of(mask)
@@ -114,12 +112,12 @@ class _Followed:
 
     Args:
         ones: inputs that hold ones alone.
-        names: the dim that each symbol is the size of.
+        dims: each symbol as an expression of dims.
     """
 
-    def __init__(self, ones: Collection[Node], names: Mapping[Any, str]) -> None:
+    def __init__(self, ones: Collection[Node], dims: Mapping[Any, Any]) -> None:
         self._known: dict[Node, Known | None] = {node: Same(1) for node in ones}
-        self._dims = {symbol: _dim(name) for symbol, name in names.items()}
+        self._dims = dims
 
     def size(self, value: Any) -> Any:
         """Return a size in dims of the piece: symbols of one dim are one."""
@@ -148,11 +146,6 @@ class _Followed:
     def shape(self, node: Node) -> list[Any]:
         """Return a tensor's sizes."""
         return [self.size(one) for one in node.meta["val"].shape]
-
-
-def _dim(name: str) -> Any:
-    _, _, more = name.partition("+")
-    return sympy.Symbol(base_of(name), positive=True, integer=True) + int(more or 0)
 
 
 def _cast(known: Same, dtype: torch.dtype) -> Same:
@@ -194,6 +187,29 @@ def _moved(followed: _Followed, node: Node) -> Known | None:
     return known if isinstance(known, Same) else None
 
 
+def _sliced(followed: _Followed, node: Node) -> Known | None:
+    """Along a dim where nothing changes, or the last query of a triangle: it sees all keys."""
+    known = followed.of(node.args[0])
+    if not isinstance(known, Counted | Causal):
+        return known
+    dim, start = (*node.args[1:3], 0, None)[:2]
+    rank = node.meta["val"].dim()
+    assert isinstance(dim, int)
+    from_end = dim - rank if dim >= 0 else dim
+    if from_end not in _own_dims(known):
+        return known
+    if isinstance(known, Causal) and from_end == known.queries and followed.shape(node)[from_end] == 1:
+        return Same(number=True) if _start(followed.of(start)) in (-1, known.count - 1) else None
+    return None
+
+
+def _own_dims(known: Counted | Causal) -> tuple[int, ...]:
+    """Return the dims along which values differ."""
+    if isinstance(known, Causal):
+        return known.keys, known.queries
+    return () if known.dim is None else (known.dim,)
+
+
 def _unsqueezed(followed: _Followed, node: Node) -> Known | None:
     known, (_, dim) = followed.of(node.args[0]), node.args
     rank = node.meta["val"].dim()
@@ -213,8 +229,7 @@ def _expanded(followed: _Followed, node: Node) -> Known | None:
     known = followed.of(node.args[0])
     source, _ = node.args
     assert isinstance(source, Node)
-    dims = {Counted: lambda one: [one.dim] if one.dim is not None else [], Causal: lambda one: [one.keys, one.queries]}
-    own = dims[type(known)](known) if isinstance(known, Counted | Causal) else []
+    own = _own_dims(known) if isinstance(known, Counted | Causal) else ()
     return known if all(followed.shape(source)[dim] == followed.shape(node)[dim] for dim in own) else None
 
 
@@ -306,9 +321,8 @@ _RULES: Mapping[str, Callable[[_Followed, Node], Known | None]] = {
     **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _filled(0)),
     **dict.fromkeys(("full", "new_full", "full_like", "scalar_tensor"), _full),
     **dict.fromkeys(("to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "lift_fresh_copy"), _as_it_is),
-    **dict.fromkeys(
-        ("view", "reshape", "_unsafe_view", "slice", "select", "squeeze", "permute", "transpose", "index", "narrow"), _moved
-    ),
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "select", "squeeze", "permute", "transpose", "index", "narrow"), _moved),
+    "slice": _sliced,
     "unsqueeze": _unsqueezed,
     "expand": _expanded,
     "add": _sum(1),

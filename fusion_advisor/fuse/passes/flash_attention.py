@@ -10,7 +10,8 @@ Flash kernels read no mask: ``drop-masks`` puts flags in their place first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,20 +27,22 @@ _WIDEST, _STEP = 256, 8
 
 
 def use_flash(
-    graph: Graph, symbols: Symbols, *, kernel_of: Callable[..., str] = aten_ops.attention_kernel, flash: Any = FLASH_ATTENTION
-) -> int:
+    graph: Graph, symbols: Symbols, dims: Mapping[Any, Any] = MappingProxyType({}), *,
+    kernel_of: Callable[..., str] = aten_ops.attention_kernel, flash: Any = FLASH_ATTENTION,
+) -> int:  # fmt: skip
     """Call the flash kernel in place of each attention call that cuDNN would serve at some sizes; return how many.
 
     Args:
         graph: with open sizes or without.
         symbols: the size of each.
+        dims: what each symbol is. Keys and values may have a symbol each for the length of a cache.
         kernel_of: names the op that serves a call, as :func:`aten_ops.attention_kernel`.
         flash: the op to call; of its results the first is attention's.
     """
     chosen: dict[Any, bool] = {}
     changed = 0
     for call in [node for node in graph.nodes if node.target is ATTENTION]:
-        if not _fits(call):
+        if not _fits(call, dims):
             continue
         key = (*map(symbolic_sizes.layout_key, _operands(call)), attention_argument(call, "is_causal"))
         if key not in chosen:
@@ -53,7 +56,7 @@ def use_flash(
     return changed
 
 
-def _fits(call: Node) -> bool:
+def _fits(call: Node, dims: Mapping[Any, Any]) -> bool:
     """Whether the flash kernel computes a call, at all sizes that the call may have.
 
     It counts causal rows from the last key, and attention from the first: they agree where there are as many queries as keys.
@@ -65,14 +68,16 @@ def _fits(call: Node) -> bool:
     values = _operands(call)
     if any(one.dim() != 4 or one.dtype != values[0].dtype for one in values) or values[0].dtype not in _DTYPES:
         return False
-    (batch, heads, queries, width), (_, shared, keys, _), _ = shapes = [[*map(_plain, one.shape)] for one in values]
+    (batch, heads, queries, width), (_, shared, keys, _), _ = shapes = [
+        [_plain(size, dims) for size in one.shape] for one in values
+    ]
     if any(one[0] != batch or one[3] != width for one in shapes) or shapes[2][1:3] != [shared, keys]:
         return False
     if not all(isinstance(size, int) for size in (heads, shared, width)) or width > _WIDEST or width % _STEP:
         return False
     if heads != shared and not (call.kwargs.get("enable_gqa") and heads % shared == 0):
         return False
-    if any(_plain(one.stride(3)) != 1 for one in values):
+    if any(_plain(one.stride(3), dims) != 1 for one in values):
         return False
     return not attention_argument(call, "is_causal") or queries == keys
 
@@ -80,9 +85,10 @@ def _fits(call: Node) -> bool:
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
-def _plain(size: Any) -> Any:
-    """Return a size as a number, or as an expression that is equal for equal sizes."""
-    return symbolic_sizes.expression_of(size)
+def _plain(size: Any, dims: Mapping[Any, Any]) -> Any:
+    """Return a size as a number, or as an expression of dims that is equal for equal sizes."""
+    found = symbolic_sizes.expression_of(size)
+    return found if isinstance(found, int) else found.xreplace(dims)
 
 
 def _operands(call: Node) -> list[torch.Tensor]:

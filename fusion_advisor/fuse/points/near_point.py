@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch.fx import Graph, GraphModule
 
@@ -18,7 +19,7 @@ from fusion_advisor.fuse.shapes.sized_fusion import Workpiece
 from fusion_advisor.runtime.torch_internals import fx_trace
 from fusion_advisor.runtime.torch_internals.symbolic_sizes import Symbols
 
-PutFlash = Callable[[Graph, Symbols], int]
+PutFlash = Callable[[Graph, Symbols, Mapping[Any, Any]], int]
 
 
 def finished(
@@ -57,7 +58,7 @@ def without_masks(work: Workpiece, served: Served) -> Served | None:
     region = work.opened.region
     masks = mask_inputs(region)
     masked = masked_calls(region.graph.graph) if masks and served.module is not None else {}
-    meanings = meanings_with_ones(masked, masks, work.opened.names)
+    meanings = meanings_with_ones(masked, masks, work.opened.dims_of_symbols())
     said = {call.name: meaning for call, meaning in meanings.items()}
     if served.module is None or not said:
         return None
@@ -81,12 +82,12 @@ def flashed(work: Workpiece, served: Served, flash: PutFlash = use_flash) -> Ser
         served: without it; its graphs stay as they are.
         flash: puts it into a graph, at some sizes.
     """
-    symbols, count = work.opened.symbols(served.sizes), 0
+    symbols, dims, count = work.opened.symbols(served.sizes), work.opened.dims_of_symbols(), 0
     changed: list[GraphModule | None] = []
     for module in (served.module, served.plain, served.unmasked):
         copied = None if module is None else fx_trace.copied_graph(module)
         changed.append(copied)
-        if copied is not None and (sites := flash(copied.graph, symbols)):
+        if copied is not None and (sites := flash(copied.graph, symbols, dims)):
             copied.recompile()
             count += sites
     return replace(served, module=changed[0], plain=changed[1], unmasked=changed[2]) if count else None

@@ -65,9 +65,9 @@ def test_the_proof_agrees_with_the_numbers(name):
     graph = opened.region.graph.graph
     ones = [node for node in graph.nodes if node.target is torch.ops.aten.gt.Scalar]
     assert len(ones) == 1
-    found = meanings_with_ones(masked_calls(graph), ones, opened.names)
+    found = meanings_with_ones(masked_calls(graph), ones, opened.dims_of_symbols())
     assert list(found.values()) == ([] if expected is None else [expected])
-    assert meanings_with_ones(masked_calls(graph), [], opened.names) == {}
+    assert meanings_with_ones(masked_calls(graph), [], opened.dims_of_symbols()) == {}
     (call,) = masked_calls(graph)
     assert not found or set(found) == {call}
     for tokens in (2, 9, 16):
