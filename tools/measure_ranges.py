@@ -209,6 +209,7 @@ class Compiles:
 
 def serve(loaded: LoadedWorkload, fused: FusedModel, calls: Sequence[Call], seconds: float) -> Iterator[dict[str, Any]]:
     """Run every call through the plan and through the original ops."""
+    fused.apply()
     original, counted, began = module_call.original_call(loaded.model), Compiles(), time.perf_counter()
     for number, call in enumerate(calls):
         if time.perf_counter() - began > seconds:
