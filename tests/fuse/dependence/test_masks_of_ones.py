@@ -74,3 +74,31 @@ def test_the_proof_agrees_with_the_numbers(name):
         mask = make(torch.ones(3, tokens, dtype=torch.bool), tokens)
         said = meaning_of(mask)
         assert said == expected or (expected is None and tokens == 2), (tokens, said)
+
+
+@pytest.mark.parametrize(
+    ("rows_of", "expected"),
+    [
+        (lambda n: slice(-1, None), "all true"),
+        (lambda n: slice(n - 1, n), "all true"),
+        (lambda n: slice(0, 1), None),
+    ],
+)
+def test_the_last_query_of_a_triangle_sees_all_keys_and_no_other_does(rows_of, expected):
+    class Rows(torch.nn.Module):
+        def forward(self, hidden_states):
+            batch, tokens, _ = hidden_states.shape
+            x = (hidden_states * 1.5).view(batch, tokens, 2, 16).transpose(1, 2)
+            taken = rows_of(tokens)
+            mask = (causal(tokens) & (hidden_states[..., 0] > 0)[:, None, None])[:, :, taken]
+            return functional.scaled_dot_product_attention(x[:, :, taken], x, x, attn_mask=mask)
+
+    work = work_on(maker=Rows)
+    opened = work.ranged.finder(work.capture).next().opened
+    graph = opened.region.graph.graph
+    ones = [node for node in graph.nodes if node.target is torch.ops.aten.gt.Scalar]
+    found = meanings_with_ones(masked_calls(graph), ones, opened.dims_of_symbols())
+    assert len(masked_calls(graph)) == 1 and list(found.values()) == ([] if expected is None else [expected])
+    for tokens in (3, 9):
+        said = meaning_of(causal(tokens)[rows_of(tokens)][None, None])
+        assert said == expected, (tokens, said)

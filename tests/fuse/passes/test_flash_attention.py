@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 from torch.nn import functional
 
@@ -84,6 +85,23 @@ def test_shared_kv_heads_stay_shared():
     assert [one.meta["val"].shape[1] for one in call.args[:3]] == [4, 2, 2] and "enable_gqa" not in call.kwargs
     out, rows = call.meta["val"]
     assert out.shape == (2, 4, 1, 16) and rows.shape == (2, 4, 1) and rows.dtype == torch.float32
+
+
+def test_keys_and_values_may_each_have_a_symbol_for_their_length():
+    query, key, value = given(queries=1, keys=7)
+    torch.compiler.reset()
+    for one in (key, value):
+        torch._dynamo.mark_dynamic(one, 1)
+    with torch.no_grad(), torch.fx.experimental._config.patch(use_duck_shape=False):
+        (region,) = capture_regions(Attention(), (query, key, value), {}).regions
+    graph = region.graph.graph
+    lengths = {symbolic_sizes.symbol_of(node.meta.get("val")) for node in graph.nodes} - {None}
+    assert len(lengths) == 2
+    symbols = dict.fromkeys(lengths, 7)
+    assert use_flash(graph, symbols, kernel_of=cudnn) == 0
+    apart = {symbol: sympy.Symbol(f"dim{number}") for number, symbol in enumerate(lengths)}
+    assert use_flash(graph, symbols, apart, kernel_of=cudnn) == 0
+    assert use_flash(graph, symbols, dict.fromkeys(lengths, sympy.Symbol("cached")), kernel_of=cudnn) == 1
 
 
 def test_a_kernel_without_plans_stays_torchs_choice():
