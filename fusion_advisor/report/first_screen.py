@@ -131,9 +131,10 @@ def next_step(report: Report) -> NextStep | None:
     if report.status in ("failed", "interrupted") or (report.model_check is not None and not report.model_check.is_passed):
         return None
     if report.status == "profiled":
-        return NextStep(
-            "Build, check and time the kernels of this run:", f"fusion-advisor apply {visible(report.run_id, 60) or '@last'}"
-        )
+        folder = _folder(report)
+        is_usual = folder in ("", f"{_PLACE}{report.run_id}")
+        run = visible(report.run_id, 60) or "@last" if is_usual else shlex.quote(folder)
+        return NextStep("Build, check and time the kernels of this run:", f"fusion-advisor apply {run}")
     if compiled := baseline_rows.faster_compile(report):
         mode = "" if compiled[0] == "default" else f', mode="{visible(compiled[0], 40)}"'
         return NextStep("torch.compile is faster here:", f"model = torch.compile(model{mode})")

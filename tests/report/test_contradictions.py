@@ -130,6 +130,10 @@ def test_commands_name_the_folder_that_holds_the_run() -> None:
     install, ship = first_screen.next_steps(replace(applied(), folder='my runs/"a"'))
     assert 'fa.load_plan("my runs/\\"a\\"")' in install.code
     assert ship.code == "fusion-advisor export 'my runs/\"a\"' --to fused_kernels"
+    profiled = replace(applied(), status="profiled", folder="my runs/a")
+    assert first_screen.next_steps(profiled)[0].code == "fusion-advisor apply 'my runs/a'"
+    usual = replace(profiled, folder=f"fusion-runs/{profiled.run_id}")
+    assert first_screen.next_steps(usual)[0].code == f"fusion-advisor apply {profiled.run_id}"
     kept_nowhere = first_screen.next_steps(replace(applied(), command=""))
     assert len(kept_nowhere) == 1 and "fa.load_plan(run_dir)" in kept_nowhere[0].code
 

@@ -136,7 +136,8 @@ def run_apply(
         )
     run = _named(directory, output)
     is_paid = report.after is not None and not is_unchanged(report)
-    hint = f"fusion-advisor compare {run}:eager {run}" if is_paid else f"fusion-advisor report {run} -v"
+    words = ["compare", f"{run}:eager", run] if is_paid else ["report", run, "-v"]
+    hint = shlex.join(["fusion-advisor", *words])
     _show(settings, report, directory, output, hint)
     if options.strict:
         _be_strict(report)
@@ -295,7 +296,7 @@ def _after_profile(report: Report, run: str) -> str:
     reasons = [answer.code for answer in report.answers if isinstance(answer, NoMatch)]
     if reasons and len(reasons) == len(report.answers):
         return f"fusion-advisor explain {reasons[0]}"
-    return f"fusion-advisor apply {run}"
+    return f"fusion-advisor apply {shlex.quote(run)}"
 
 
 def _named(directory: Path, output: Output) -> str:
