@@ -1,8 +1,9 @@
 """Attention in ranges of sizes by torch's flash kernel, where torch would choose cuDNN's, which takes a plan for each new shape.
 
 Torch prefers cuDNN's attention on Hopper (2.11), and asks it for a plan when a shape first comes: 41 to 75 ms of an H200's host,
-and 0.36 to 0.92 s where it compiles a kernel for that (13 of 45 sizes). With a growing KV cache every token is a new shape: eager made 64 tokens of a prompt in 0.35 s where it had seen all lengths of
-the cache, and in 3.6 s where all were new (Qwen2.5-7B with 4 layers). A call of one size pays once, and is timed as it is.
+and 0.36 to 0.92 s where it compiles a kernel for that (13 of 45 sizes). With a growing KV cache every token is a new shape:
+eager made 64 tokens of a prompt in 0.35 s where it had seen all lengths of the cache, and in 3.6 s where all were new
+(Qwen2.5-7B with 4 layers). A call of one size pays once, and is timed as it is.
 
 Flash kernels read no mask: ``drop-masks`` puts flags in their place first.
 """
