@@ -152,7 +152,7 @@ def _others(job: Job) -> list[Contender]:
         return []
     found = peers(
         job.loaded, job.eager_call, on_cuda=job.bench.on_cuda, max_autotune=job.options.max_autotune,
-        rewind=job.bench.live.written.rewind,
+        rewind=job.bench.live.written.rewind, limit_s=job.options.compile_limit_s,
     )  # fmt: skip
     if job.bench.on_cuda or job.options.is_peer_asked_for:
         return found

@@ -29,7 +29,10 @@ from fusion_advisor.records.serialize import encode, write_capture, write_report
 
 MOST = 64
 """Decisions that are kept; the one unused for longest goes first."""
-_OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash", "bandwidth", "remembers", "baseline", "compile", "max_autotune")
+_OF_THE_RUN = (
+    "command", "run_dir", "run_id", "config_hash", "bandwidth", "remembers", "baseline", "compile", "compile_limit_s",
+    "max_autotune",
+)  # fmt: skip
 """Options without an effect on verdicts: names of the run, and the other ways to run the step that it is compared with."""
 _OF_THE_CHECKOUT = ("tool", "commit", "templates", "container")
 """Facts of the environment in whose place the sources themselves count."""

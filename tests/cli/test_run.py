@@ -169,6 +169,23 @@ def test_what_the_headline_compares_with(run: Run, fake: Core) -> None:
     assert run("apply", "org/m", "--baseline", "liger").code == 2
 
 
+def test_how_long_torch_compile_is_waited_for(run: Run, fake: Core) -> None:
+    assert run("apply", "org/m", "--quick", "--compile-limit", "1500ms", "-o", "a").code == 0
+    command = read_report(Path("a/report.json")).command
+    assert command.endswith(" --compile-limit 1.5 --quick")
+    assert run(*command.split()[1:], "-o", "b").code == 0
+    assert [(o.compile_limit_s, o.measures_compile) for o in fake.options] == [(1.5, True), (1.5, True)]  # type: ignore[attr-defined]
+    assert run("apply", "org/m", "--thorough", "-o", "c").code == 0
+    assert read_report(Path("c/report.json")).command.endswith(" --thorough")
+    for given, says in (
+        (("0",), "--compile-limit 0 leaves torch.compile no time"),
+        (("soon",), "--compile-limit soon is not a time"),
+        (("9", "--no-compile"), "--compile-limit and --no-compile contradict each other"),
+    ):
+        ran = run("apply", "org/m", "--compile-limit", *given)
+        assert (ran.code, says in ran.err) == (2, True), ran.err
+
+
 def test_a_training_step_is_profiled_and_applied(run: Run, fake: Core) -> None:
     ran = run("profile", "org/m", "--phase", "train", "-o", "step")
     assert ran.code == 0, ran.err

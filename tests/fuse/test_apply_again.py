@@ -166,7 +166,7 @@ def test_the_key_changes_with_all_that_a_verdict_depends_on_and_with_nothing_els
 
     same = [
         key(),
-        key(options=replace(asked, run_id="r9", command="y", run_dir=None, compile=True, baseline="both")),
+        key(options=replace(asked, run_id="r9", command="y", run_dir=None, compile=True, baseline="both", compile_limit_s=9.0)),
         key(environment=replace(environment, commit="0123", tool="9.9")),
     ]
     others = [

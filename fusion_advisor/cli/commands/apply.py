@@ -67,6 +67,7 @@ def apply(
     graph: options.GraphOpt = True,
     compile_too: options.CompileOpt = None,
     baseline: options.BaselineOpt = options.Against.EAGER,
+    compile_limit: options.CompileLimitOpt = None,
     max_autotune: options.MaxAutotuneOpt = False,
     freeze: options.FreezeOpt = False,
     drop_logits: options.DropLogitsOpt = False,
@@ -120,9 +121,9 @@ def apply(
         graph=graph,
         compile=compile_too,
         baseline=baseline.value,
+        compile_limit_s=None if compile_limit is None else options.parse_seconds("--compile-limit", compile_limit),
         max_autotune=max_autotune,
         freeze=freeze,
-        drop_logits=drop_logits,
         effort="usual" if is_quick is None else "quick" if is_quick else "thorough",
         remembers=not fresh,
     )
@@ -146,7 +147,7 @@ def apply(
     )
     request = _request(context, target, asked)
     ranges, at = size_options.read_sizes(shapes, points, phase=request.phase, is_dry=dry_run)
-    chosen = replace(chosen, shapes=ranges, shape_points=at, memory_budget=memory_budget)
+    chosen = replace(chosen, shapes=ranges, shape_points=at, memory_budget=memory_budget, drop_logits=drop_logits)
     runner.run_apply(settings, request, chosen, shown, parse_rules(fail_on or (), absolute=absolute))
 
 

@@ -259,6 +259,10 @@ BaselineOpt = Annotated[
     Against,
     typer.Option("--baseline", help="The headline's rival; all but eager measure torch.compile.", rich_help_panel=_MEASURE),
 ]
+CompileLimitOpt = Annotated[
+    str | None,
+    typer.Option("--compile-limit", metavar="TIME", help="Give a mode of torch.compile up after it.", rich_help_panel=_MEASURE),
+]
 MaxAutotuneOpt = Annotated[
     bool, typer.Option("--max-autotune", help="torch.compile's max-autotune mode too: minutes.", rich_help_panel=_MEASURE)
 ]
@@ -364,15 +368,9 @@ ConfigOpt = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+_SHOWN = "Print each option's value and source; run nothing."
 ShowConfigOpt = Annotated[
-    bool,
-    typer.Option(
-        "--show-config",
-        is_eager=True,
-        callback=_show_config,
-        help="Print each option's value and source; run nothing.",
-        rich_help_panel=_OUTPUT,
-    ),
+    bool, typer.Option("--show-config", is_eager=True, callback=_show_config, help=_SHOWN, rich_help_panel=_OUTPUT)
 ]
 
 

@@ -41,7 +41,9 @@ FORMATS = ("html", "md", "json")
 EXTRA = ("csv",)
 """Written only on request."""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
-_SPELLED = {"kernel_dirs": "--kernels", "min_time_s": "--min-time", "shape_points": "--points"}
+_SPELLED = {
+    "kernel_dirs": "--kernels", "min_time_s": "--min-time", "shape_points": "--points", "compile_limit_s": "--compile-limit",
+}  # fmt: skip
 """Options whose names differ from their fields."""
 _OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash", "budgets", "bandwidth", "remembers")
 """Fields that identify a run, say how long it measures or where its verdicts come from: they make no other run of it."""
@@ -101,7 +103,9 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
             option = _SPELLED.get(item.name, "--" + item.name.replace("_", "-"))
             if item.name in ("shapes", "shape_points"):
                 value = _sizes_text(record)[item.name]
-            if isinstance(value, bool):
+            if item.name == "effort":
+                words.append(f"--{value}")
+            elif isinstance(value, bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
             elif isinstance(value, tuple):
                 words += [word for part in value for word in (option, str(part))]

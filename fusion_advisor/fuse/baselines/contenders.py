@@ -21,6 +21,11 @@ from fusion_advisor.workload.load import LoadedWorkload
 
 _IN_GRAPH = "inputs are copied in, results stay in the graph's memory"
 
+AUTOTUNED_TRAINING = "max-autotune-no-cudagraphs"
+LIMITS_S = {"default": 300.0, "reduce-overhead": 300.0, "max-autotune": 900.0, AUTOTUNED_TRAINING: 900.0}
+"""By torch.compile's mode, where the run names no limit. Of 34 models on H100s reduce-overhead took 42 s at most. A loop of
+Python over 1,024 steps took the default mode 297 s on an H200; another had not ended after 180 (``docs/measurements/zoo.md``)."""
+
 Call = Callable[[], Any]
 
 
@@ -52,7 +57,13 @@ class Contender:
 
 
 def peers(
-    loaded: LoadedWorkload, eager: Call, *, on_cuda: bool, max_autotune: bool, rewind: Callable[[], object]
+    loaded: LoadedWorkload,
+    eager: Call,
+    *,
+    on_cuda: bool,
+    max_autotune: bool,
+    rewind: Callable[[], object],
+    limit_s: float | None = None,
 ) -> list[Contender]:
     """Return the other ways to run the step, eager left out.
 
@@ -62,6 +73,7 @@ def peers(
         on_cuda: whether there are CUDA graphs, and Liger's kernels.
         max_autotune: torch.compile's slowest mode too.
         rewind: puts back what a step moves on.
+        limit_s: for each mode of torch.compile; None: those of :data:`LIMITS_S`.
     """
 
     def compiled(mode: str, attempt: Attempt | None = None) -> Call:
@@ -92,6 +104,7 @@ def peers(
                 make=functools.partial(compiled, mode),
                 make_on_ranks=functools.partial(compiled, mode),
                 is_compiled=on_cuda or mode != "reduce-overhead",
+                limit_s=LIMITS_S[mode] if limit_s is None else limit_s,
                 note="first call with empty caches",
             )
             for mode in modes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fusion_advisor.fuse.baselines.contenders import Call, Contender
+from fusion_advisor.fuse.baselines.contenders import AUTOTUNED_TRAINING, LIMITS_S, Call, Contender
 from fusion_advisor.fuse.baselines.liger import NotAvailable, liger_model
 from fusion_advisor.fuse.baselines.step_check import StepReference, reference_of
 from fusion_advisor.fuse.baselines.training_step import CopiedAdamW, TrainingWay
@@ -17,13 +17,14 @@ from fusion_advisor.records import COMPILED, StepCheck
 from fusion_advisor.runtime.torch_internals import dynamo
 from fusion_advisor.workload.load import LoadedWorkload
 
-AUTOTUNED = "max-autotune-no-cudagraphs"
-LIMITS_S = {"default": 300.0, AUTOTUNED: 900.0}
-"""By torch.compile's mode, which compiles both passes; on two cores a step of GPT-2 takes the default mode about a minute."""
-
 
 def training_peers(
-    loaded: LoadedWorkload, way: Callable[[Call], TrainingWay], *, on_cuda: bool, max_autotune: bool
+    loaded: LoadedWorkload,
+    way: Callable[[Call], TrainingWay],
+    *,
+    on_cuda: bool,
+    max_autotune: bool,
+    limit_s: float | None = None,
 ) -> list[Contender]:
     """Return the other ways to run a training step, eager left out.
 
@@ -32,6 +33,8 @@ def training_peers(
         way: makes the step of a forward pass.
         on_cuda: whether there are Liger's kernels.
         max_autotune: torch.compile's slowest mode too, without CUDA graphs: those hand out memory of theirs as gradients.
+        limit_s: for each mode of torch.compile, which compiles both passes; None: those of ``contenders.LIMITS_S``. On two cores
+            a step of GPT-2 takes the default mode about a minute.
     """
 
     def compiled(mode: str) -> Call:
@@ -44,8 +47,8 @@ def training_peers(
 
     def mode(name: str) -> Contender:
         return Contender(
-            name=f"{COMPILED}{name}", make=functools.partial(compiled, name), is_compiled=True, limit_s=LIMITS_S[name],
-            note="first call with empty caches",
+            name=f"{COMPILED}{name}", make=functools.partial(compiled, name), is_compiled=True,
+            limit_s=LIMITS_S[name] if limit_s is None else limit_s, note="first call with empty caches",
         )  # fmt: skip
 
     liger_row = Contender(
@@ -54,7 +57,7 @@ def training_peers(
         "bench saw it end in an illegal memory access",
     )  # fmt: skip
     # The one that compiles longest comes last: a run that is cut off has the others.
-    return [mode("default"), liger_row, *([mode(AUTOTUNED)] if max_autotune else [])]
+    return [mode("default"), liger_row, *([mode(AUTOTUNED_TRAINING)] if max_autotune else [])]
 
 
 @dataclass(slots=True)

@@ -141,7 +141,8 @@ def baselines_of(
     budget_s = min(options.budgets.wall_s, _QUICK_S) if options.effort == "quick" else options.budgets.wall_s
     if job.with_peers:
         others = training_peers(
-            loaded, job.without_gradients_after, on_cuda=job.on_cuda, max_autotune=options.max_autotune
+            loaded, job.without_gradients_after, on_cuda=job.on_cuda, max_autotune=options.max_autotune,
+            limit_s=options.compile_limit_s,
         )  # fmt: skip
         # What a CPU has none of is told where it was asked for.
         contenders += [one for one in others if one.is_compiled or job.on_cuda or options.is_peer_asked_for]

@@ -161,6 +161,8 @@ class ApplyOptions(ProfileOptions):
         compile: Measure the other ways too: eager in a CUDA graph, torch.compile's modes, Liger, and torch.compile
             for the rest of ours. None: on a GPU; from the command line on a CPU
             torch.compile's default mode too, for no longer than the run took so far.
+        compile_limit_s: Measure them, and give each mode of torch.compile up that is not ready after so many seconds. None: five
+            minutes for a mode on a GPU, fifteen for max-autotune.
         max_autotune: torch.compile's max-autotune mode too, which takes minutes.
         freeze: Fold values that depend on weights and buffers, and let a merged GEMM hold a copy of weights that do not lie side
             by side. The contract: weights and buffers are not written while the fusion is in place, or ``fused.refresh()`` is
@@ -199,6 +201,7 @@ class ApplyOptions(ProfileOptions):
     dry_run: bool = False
     baseline: Literal["eager", "compile", "both"] = "eager"
     compile: bool | None = None
+    compile_limit_s: float | None = None
     max_autotune: bool = False
     freeze: bool = False
     graph: bool = True
@@ -237,6 +240,13 @@ class ApplyOptions(ProfileOptions):
             raise UsageError(detail=f"--keep {self.keep} is not known", help=f"use {' or '.join(KEEP)}")
         if self.baseline not in BASELINES:
             raise UsageError(detail=f"--baseline {self.baseline} is not known", help=f"use {', '.join(BASELINES)}")
+        if self.compile_limit_s is not None and not self.compile_limit_s > 0:
+            raise UsageError(
+                detail=f"--compile-limit {self.compile_limit_s:g} leaves torch.compile no time",
+                help="--no-compile leaves it out; --compile-limit 60 gives each of its modes a minute",
+            )
+        if self.compile_limit_s is not None and self.compile is False:
+            raise UsageError(detail="--compile-limit and --no-compile contradict each other", help="leave one of them out")
         if self.baseline != "eager" and self.compile is False:
             raise UsageError(
                 detail=f"--baseline {self.baseline} and --no-compile contradict each other",
@@ -251,7 +261,7 @@ class ApplyOptions(ProfileOptions):
     @property
     def measures_compile(self) -> bool | None:
         """Whether torch.compile and its like are measured; None leaves it to the device."""
-        if self.baseline != "eager" or self.max_autotune:
+        if self.baseline != "eager" or self.max_autotune or self.compile_limit_s is not None:
             return True
         return False if self.compile is None and self.effort == "quick" else self.compile
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusion_advisor.fuse import after_side
-from fusion_advisor.fuse.baselines.contenders import Contender, ours_compiled, peers
+from fusion_advisor.fuse.baselines.contenders import LIMITS_S, Contender, ours_compiled, peers
 from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
 from fusion_advisor.fuse.baselines.liger import NotAvailable
 from fusion_advisor.fuse.baselines.measure_contenders import measure_all, named
@@ -127,17 +127,24 @@ def test_the_run_ends_where_a_required_one_fails():
         measured(Contender(name=OURS, make=broken, is_required=True))
 
 
+def names(contenders):
+    return [one.name for one in contenders]
+
+
 def test_what_a_cpu_has_none_of_is_told():
     load = describe_live(torch.nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
     found = peers(load, lambda: None, on_cuda=False, max_autotune=True, rewind=nothing)
-    assert [one.name for one in found] == [
+    assert names(found) == [
         "eager + CUDA graph",
         f"{COMPILED}default",
         f"{COMPILED}reduce-overhead",
         f"{COMPILED}max-autotune",
         "Liger",
     ]
-    assert len(peers(load, lambda: None, on_cuda=False, max_autotune=False, rewind=nothing)) == 4
+    assert [one.limit_s for one in found] == [None, *(LIMITS_S[name.removeprefix(COMPILED)] for name in names(found)[1:4]), None]
+    given = peers(load, lambda: None, on_cuda=False, max_autotune=False, rewind=nothing, limit_s=7.0)
+    assert names(given) == [*names(found)[:3], "Liger"]
+    assert [one.limit_s for one in given] == [None, 7.0, 7.0, None]
     for name, words in (("eager + CUDA graph", "no CUDA graphs"), (f"{COMPILED}reduce-overhead", "none"), ("Liger", "CUDA only")):
         with pytest.raises(NotAvailable, match=words):
             next(one for one in found if one.name == name).make()

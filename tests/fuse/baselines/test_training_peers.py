@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch import nn
 
-from fusion_advisor.fuse.baselines.contenders import Contender
+from fusion_advisor.fuse.baselines.contenders import AUTOTUNED_TRAINING, LIMITS_S, Contender
 from fusion_advisor.fuse.baselines.liger import NotAvailable, liger_model
 from fusion_advisor.fuse.baselines.measure_contenders import measure_all
 from fusion_advisor.fuse.baselines.step_check import OTHER_NUMBERS, reference_of
-from fusion_advisor.fuse.baselines.training_peers import AUTOTUNED, StepWatch, training_peers
+from fusion_advisor.fuse.baselines.training_peers import StepWatch, training_peers
 from fusion_advisor.fuse.baselines.training_step import CopiedAdamW, TrainingWay, copied_adamw
 from fusion_advisor.fuse.modes.apply_training import apply_training
 from fusion_advisor.fuse.plan.progress import Progress
@@ -276,7 +276,8 @@ def test_a_peer_with_a_wrong_loss_is_a_row_that_says_so(monkeypatch):
     model, kwargs = made()
     loaded = types.SimpleNamespace(model=model)
     peers = training_peers(loaded, functools.partial(way_of, model, kwargs), on_cuda=True, max_autotune=True)
-    assert [one.name for one in peers] == [f"{COMPILED}default", "Liger", f"{COMPILED}{AUTOTUNED}"]
+    assert [one.name for one in peers] == [f"{COMPILED}default", "Liger", f"{COMPILED}{AUTOTUNED_TRAINING}"]
+    assert [one.limit_s for one in peers] == [LIMITS_S["default"], None, LIMITS_S[AUTOTUNED_TRAINING]]
     seen = []
     eager, ours, liger = measured(model, kwargs, peers[1:2], on_required=seen.append)
     assert [[row.name for row in rows] for rows in seen] == [[EAGER, OURS], [EAGER, OURS, "Liger"]]
