@@ -32,7 +32,7 @@ def time_graphs(
         work: on the piece's call.
         opened: the piece's graph.
         ways: to run it, called with what follows.
-        given: what the graph is called with at a point.
+        given: what the graph is called with at a point; a KV cache among it is as it was when this returns.
         written: what such a call writes to.
         budget_s: for all ways.
     """
@@ -42,12 +42,15 @@ def time_graphs(
     live = at_one_size(opened, given, written)
     bench = Bench(live, on_cuda=work.on_cuda, timer=measured.timer, rest=measured.rest, record=measured.record)
     runner = StepRunner(bench)
-    with torch.no_grad():
-        calls = runner.recorded([functools.partial(way, *given) for way in ways])
-        times = interleaving.interleave(
-            calls, rounds=_ROUNDS, budget_s=budget_s, rest=runner.rest(calls), on_cuda=runner.on_cuda, before=runner.rewind,
-            timer=runner.timer,
-        )  # fmt: skip
-    del calls
+    try:
+        with torch.no_grad():
+            calls = runner.recorded([functools.partial(way, *given) for way in ways])
+            times = interleaving.interleave(
+                calls, rounds=_ROUNDS, budget_s=budget_s, rest=runner.rest(calls), on_cuda=runner.on_cuda, before=runner.rewind,
+                timer=runner.timer,
+            )  # fmt: skip
+        del calls
+    finally:
+        runner.rewind()
     runner.forget()
     return [as_timing(side, runner.method) for side in times]
