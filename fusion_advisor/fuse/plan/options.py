@@ -34,7 +34,7 @@ class Budgets:
         decide_s: On rounds of the step with each set of rewrites; steps of up to some milliseconds have their 200 rounds sooner.
             None: 20 on a GPU, 9 on a CPU.
         ranges_s: On all of ``--shapes``; near points that are not decided by then the original ops run. None: with ``--quick``
-            150 on a GPU and 300 on a CPU, else as long as it takes.
+            240 on a GPU and 300 on a CPU, else as long as it takes.
         recompute_s: With ``--quick``, on trials of what the backward pass of a training step computes again. None begins that
             would not be done by then, where it takes as long as the step without it did.
     """
@@ -54,7 +54,7 @@ class Budgets:
 
 
 _DECIDE_S = {"cuda": 20.0, "cpu": 9.0}
-_QUICK_RANGES_S = {"cuda": 150.0, "cpu": 300.0}
+_QUICK_RANGES_S = {"cuda": 240.0, "cpu": 300.0}
 _THOROUGH = 3.0
 """How many times longer rewrites are timed with ``--thorough``."""
 

@@ -62,5 +62,5 @@ def test_what_gives_more_time_is_said(clock):
 def test_only_a_quick_run_has_a_limit_unless_one_is_given():
     assert TimeLimit().left_s == math.inf
     assert ApplyOptions().ranges_limit_s("cuda") == ApplyOptions(effort="thorough").ranges_limit_s("cpu") == math.inf
-    assert ApplyOptions(effort="quick").ranges_limit_s("cuda") == 150.0
+    assert ApplyOptions(effort="quick").ranges_limit_s("cuda") == 240.0
     assert ApplyOptions(budgets=Budgets(ranges_s=3.0)).ranges_limit_s("cpu") == 3.0
