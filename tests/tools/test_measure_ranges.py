@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import types
 
 import pytest
 import torch
@@ -130,3 +132,30 @@ def test_each_encoder_takes_its_inputs(name, monkeypatch):
         assert torch.isfinite(measure_ranges.first_tensor(model(**inputs))).all()
     if name == "bert":
         assert inputs["attention_mask"].sum(1).tolist() == [64, 40]
+
+
+def test_kernels_from_the_cache_on_disk_are_not_compiled_ones():
+    counted = measure_ranges.Compiles()
+    counted._seen(src=types.SimpleNamespace(name="gelu"), cache_hit=False, metadata={})
+    counted._seen(src=types.SimpleNamespace(name="norm"), cache_hit=True, metadata={})
+    assert (counted.kernels, counted.names, counted.loaded) == (1, ["gelu"], ["norm"])
+
+
+def test_two_plans_of_one_call_are_timed_in_turns_each_with_its_graph():
+    log = []
+
+    class Way(contextlib.AbstractContextManager):
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            log.append(self.name)
+
+        def __exit__(self, *_):
+            log.append("out")
+
+    turns = measure_ranges.in_turns({"a": Way("a"), "b": Way("b")}, lambda: log.append("call"), lambda: None)
+    assert [word for word in log if word != "call"] == ["a", "out", "b", "out"] * 3
+    assert {name: len(taken) for name, taken in turns.items()} == {"a": 3, "b": 3}
+    assert log.count("call") == 6 * (measure_ranges._UNTIL_RECORDED + measure_ranges._BEFORE + measure_ranges._TIMED)
+    assert measure_ranges.middle([(9, 9, 3), (1, 1, 1), (5, 5, 2)]) == (5, 5, 2)

@@ -233,3 +233,14 @@ def test_the_zoo_goes_on_and_does_not_run_again_what_has_a_row(tmp_path, monkeyp
     assert [row["name"] for row in json.loads((tmp_path / "zoo.json").read_text())] == ["gpt2", "opt"]
     with pytest.raises(SystemExit):
         run.main(["--to", str(tmp_path), "nothing-like-it"])
+    ran.clear()
+    assert run.main(["--to", str(tmp_path / "rows"), "--examples", "--", "--quick"]) == 0
+    assert len(ran) == 14 and {one[1] for one in ran} == {("--quick",)} and not {one[0] for one in ran} & set(NAMES)
+    with pytest.raises(SystemExit):
+        run.main(["--to", str(tmp_path), "--examples", "gpt2"])
+
+
+def test_an_example_is_run_by_its_own_command(tmp_path):
+    words = run.command("vit-bf16-1-h200", tmp_path, ["--max-autotune"])
+    assert words[3:5] == ["apply", "google/vit-base-patch16-224"] and words[-3:] == ["-o", str(tmp_path), "--max-autotune"]
+    assert run.command("gpt2", tmp_path, [])[3:5] == ["apply", "tools.zoo.workloads:gpt2"]

@@ -4,8 +4,10 @@ Each workload is an ``apply`` in a process of its own, with compilers' caches of
 when one takes too long. With ``--gpus N`` N workloads run at a time, each on a GPU of its own. With ``--ahead N`` N more for each
 GPU build their models on the CPU meanwhile and wait for their turn; waiting counts neither for the limit nor for the row. With
 ``--share N`` N run on each GPU at a time, and while one of them times something the others stand still (``tools/lanes.py``). A
-workload that DIR has a row for is not run again. With ``--for S`` all of it ends after so many seconds: what runs then is
-stopped, and has no row. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``. Figures: ``docs/measurements/zoo.md``.
+workload that DIR has a row for is not run again. With ``--for S`` all ends after so many seconds: what runs then is stopped,
+and has no row. With ``--examples`` the committed examples run in place of the zoo, by their own commands, against more ways than
+their reports have, say: ``-- --max-autotune``. At the end DIR has ``zoo.json``, ``zoo.md`` and ``zoo.svg``. Figures:
+``docs/measurements/zoo.md``.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from pathlib import Path
 
 from fusion_advisor.timing import alone
 from tools import lanes
+from tools.rerun_examples import examples
 from tools.zoo import table, turn
 from tools.zoo.workloads import NAMES, attribute_of, family_of
 
+EXAMPLE = "committed example"
+"""The family of what is no workload of the zoo."""
 _TAIL = 400
 """Characters of what a failed run printed last that its row shows."""
 _LOOK_S = 0.1
@@ -40,9 +45,9 @@ class OutOfTime(Exception):
 
 
 def command(name: str, folder: Path, options: Sequence[str]) -> list[str]:
-    """Return the command of one workload."""
-    factory = f"tools.zoo.workloads:{attribute_of(name)}"
-    return [sys.executable, "-m", "fusion_advisor", "apply", factory, "-o", str(folder), *options]
+    """Return the command of one workload, or of a committed example."""
+    words = ("apply", f"tools.zoo.workloads:{attribute_of(name)}") if name in NAMES else examples([name])[0].words
+    return [sys.executable, "-m", "fusion_advisor", *words, "-o", str(folder), *options]
 
 
 def run_one(
@@ -78,7 +83,8 @@ def run_one(
     shutil.rmtree(caches, ignore_errors=True)
     said = (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")[-_TAIL:]
     is_alone = not given.get(alone.FOLDER)
-    return table.row_of(name, family_of(name), folder, code=code, seconds=seconds, last_words=said, is_alone=is_alone)
+    family = family_of(name) if name in NAMES else EXAMPLE
+    return table.row_of(name, family, folder, code=code, seconds=seconds, last_words=said, is_alone=is_alone)
 
 
 def _wait(
@@ -187,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of a workload; none: all of them")
     parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--examples", action="store_true", help="the committed examples, not the zoo")
     parser.add_argument("--tiny", action="store_true", help="widths for a CPU")
     parser.add_argument("--layers", type=int, default=0, help="at most so many layers; 0: all")
     parser.add_argument("--dtype", default="bfloat16")
@@ -197,10 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--for", type=float, default=math.inf, dest="total", help="seconds for all; what runs then is stopped")
     asked = parser.parse_args(words[:split])
     end = time.monotonic() + asked.total
-    if unknown := sorted(set(asked.names) - set(NAMES)):
-        parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    known = tuple(example.folder.name for example in examples()) if asked.examples else NAMES
+    if unknown := sorted(set(asked.names) - set(known)):
+        parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(known)}")
     environment = {**os.environ, "ZOO_TINY": str(int(asked.tiny)), "ZOO_LAYERS": str(asked.layers), "ZOO_DTYPE": asked.dtype}
-    names = asked.names or NAMES
+    names = asked.names or known
     to = asked.to.resolve()  # processes run in another folder
     kept = [path for name in names if (path := to / name / "row.json").is_file()]
     rows = [table.Row(**json.loads(path.read_text(encoding="utf-8"))) for path in kept]
